@@ -1,0 +1,416 @@
+"""The config schema, one dataclass per section, and `load_config`, which refuses what it does not know.
+
+Checks of one section stand in its `__post_init__`; checks across sections or against the model are in `checks.py`.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_rl.errors import ConfigError
+
+CONFIG_DIR = Path(__file__).parent.parent / "configs"
+
+
+def _choice(key: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key}={value!r} is not one of {', '.join(choices)}.{hint}")
+
+
+def _at_least(key: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(f"{key}={value} must be at least {least}.")
+
+
+@dataclass
+class ModelConfig:
+    """Where the starting weights come from: a checkpoint, or a random model built in the run directory."""
+
+    path: str | None = None
+    """Directory of a Hugging Face checkpoint (config, safetensors, tokenizer)."""
+    random: dict[str, Any] = field(default_factory=dict)
+    """Used when `path` is null: a Hugging Face config.json as a mapping, built with random weights and a tokenizer
+    that knows the characters of the data set."""
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (not self.random):
+            raise ConfigError("Set exactly one of model.path (a checkpoint) and model.random (a config to build).")
+
+
+@dataclass
+class DataConfig:
+    """Prompts and their held-out part."""
+
+    source: str
+    """`jsonl` (a file of {"prompt", "answer"} objects) or "reasoning_gym" (generated, with its own verifier)."""
+    path: str | None = None
+    """The file, for source=jsonl."""
+    task: str | None = None
+    """Data set name, for source=reasoning_gym."""
+    task_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the reasoning_gym data set."""
+    size: int = 10_000
+    """Prompts generated, for source=reasoning_gym; duplicates are removed."""
+    seed: int = 0
+    """Seeds generation, the held-out split and the order of prompts."""
+    held_out: int = 512
+    """Distinct prompts set aside for evaluation; they never train."""
+    template: str = "{prompt}"
+    """Text around each prompt; `{prompt}` is replaced. "chat" applies the tokenizer's chat template."""
+
+    def __post_init__(self) -> None:
+        _choice("data.source", self.source, ("jsonl", "reasoning_gym"))
+        need = {"jsonl": "path", "reasoning_gym": "task"}[self.source]
+        if getattr(self, need) is None:
+            raise ConfigError(f"data.source={self.source} needs data.{need}.")
+        _at_least("data.held_out", self.held_out, 0)
+        _at_least("data.size", self.size, 1)
+        if self.template != "chat" and "{prompt}" not in self.template:
+            raise ConfigError(f"data.template={self.template!r} has no {{prompt}}: every prompt would be the same. Add it.")
+
+
+@dataclass
+class RewardConfig:
+    """How an answer is judged."""
+
+    name: str
+    """A row of `rewards.REWARDS`: exact, math, verifier."""
+    threshold: float | None = None
+    """When set, a score counts as 1.0 if it reaches this and as 0.0 otherwise."""
+
+
+@dataclass
+class SamplingConfig:
+    """How the engine samples."""
+
+    max_tokens: int
+    """Generated tokens per sample, prompt excluded."""
+    samples_per_prompt: int = 8
+    """Samples of one group."""
+    temperature: float = 1.0
+    """Divides logits before softmax; 1.0 keeps log-probabilities comparable with the trainer's."""
+
+    def __post_init__(self) -> None:
+        _at_least("sampling.max_tokens", self.max_tokens, 1)
+        _at_least("sampling.samples_per_prompt", self.samples_per_prompt, 1)
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"sampling.temperature={self.temperature} must be > 0: greedy samples have no group spread. Use 1.0."
+            )
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule, for one phase."""
+
+    lr: float
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    decay: str = "constant"
+    """`constant`, "linear" or "cosine", over the phase's steps."""
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        _choice("optimizer.decay", self.decay, ("constant", "linear", "cosine"))
+        _at_least("lr", self.lr, 0.0)
+        _at_least("warmup_steps", self.warmup_steps, 0)
+        if self.min_lr > self.lr:
+            raise ConfigError(f"min_lr={self.min_lr} is above lr={self.lr}: the schedule only goes down. Lower it.")
+
+
+@dataclass
+class AlgorithmConfig(OptimizerConfig):
+    """The policy update: a recipe, its numbers, and its optimizer."""
+
+    recipe: str = "grpo"
+    """A row of `algorithms.recipes.RECIPES`."""
+    clip_low: float = 0.2
+    """Ratio clipped below 1 - clip_low."""
+    clip_high: float = 0.2
+    """Ratio clipped above 1 + clip_high."""
+    kl_coef: float = 0.0
+    """Weight of the k3 KL to the frozen reference; 0 keeps no reference at all."""
+    mini_batches: int = 1
+    """Optimizer steps per batch of samples."""
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        _at_least("algorithm.kl_coef", self.kl_coef, 0.0)
+        _at_least("algorithm.mini_batches", self.mini_batches, 1)
+
+
+@dataclass
+class ParallelConfig:
+    """How the model is cut over the trainer's ranks. Data parallel size is what remains of trainer.world_size."""
+
+    tp: int = 1
+    """Tensor parallel size."""
+    sp: bool = False
+    """Sequence parallelism over the tensor-parallel group."""
+    pp: int = 1
+    """Pipeline parallel size."""
+    vpp: int | None = None
+    """Virtual pipeline chunks per rank (interleaved schedule)."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, when the split is uneven."""
+    last_stage_layers: int | None = None
+    """Layers of the last pipeline stage, when the split is uneven."""
+    cp: int = 1
+    """Context parallel size."""
+    ep: int = 1
+    """Expert parallel size."""
+    etp: int = 1
+    """Tensor parallel size inside each expert."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "ep", "etp"):
+            _at_least(f"parallel.{name}", getattr(self, name), 1)
+        if self.vpp is not None:
+            _at_least("parallel.vpp", self.vpp, 2)
+
+
+@dataclass
+class TrainerConfig:
+    """The training side: ranks, precision, micro-batches."""
+
+    world_size: int = 1
+    """Megatron ranks, one process each."""
+    dtype: str = "bfloat16"
+    """"bfloat16" or "float32": parameters and activations."""
+    distributed_optimizer: bool = True
+    """Shard optimizer state over data parallel ranks."""
+    tokens_per_micro_batch: int = 16_384
+    """Token budget of one packed micro-batch on one rank."""
+    start_timeout_s: float = 300.0
+    """Until every rank has built its model."""
+    step_timeout_s: float = 3600.0
+    """Until every rank has finished one call."""
+    threads_per_rank: int = 1
+    """CPU threads of each rank's torch."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Passed to megatron-core's TransformerConfig as they are; unknown names and names set elsewhere are refused."""
+
+    def __post_init__(self) -> None:
+        _choice("trainer.dtype", self.dtype, ("bfloat16", "float32"))
+        _at_least("trainer.world_size", self.world_size, 1)
+        _at_least("trainer.tokens_per_micro_batch", self.tokens_per_micro_batch, 1)
+
+
+@dataclass
+class RolloutConfig:
+    """The rollout side: SGLang servers."""
+
+    engines: int = 1
+    """Servers; requests go to the least loaded."""
+    tp: int = 1
+    """Tensor parallel size of each server."""
+    ep: int = 1
+    """Expert parallel size of each server."""
+    dtype: str = "bfloat16"
+    """"bfloat16" or "float32"."""
+    max_total_tokens: int = 16_384
+    """KV cache of one server."""
+    max_running_requests: int = 256
+    start_timeout_s: float = 240.0
+    """Until a server answers its health check."""
+    request_timeout_s: float = 1800.0
+    """Until one generation request is answered."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Passed to sglang.launch_server as --name value; unknown names and names set elsewhere are refused."""
+
+    def __post_init__(self) -> None:
+        _choice("rollout.dtype", self.dtype, ("bfloat16", "float32"))
+        for name in ("engines", "tp", "ep", "max_total_tokens", "max_running_requests"):
+            _at_least(f"rollout.{name}", getattr(self, name), 1)
+
+
+@dataclass
+class SftConfig(OptimizerConfig):
+    """Supervised training on the data's own answers: a warm start before RL, or the whole run with mode=sft."""
+
+    steps: int = 0
+    """Optimizer steps; 0 skips the warm start."""
+    prompts_per_step: int = 64
+
+
+@dataclass
+class EvaluationConfig:
+    """Sampled reward on the held-out prompts, before the first step and after the last."""
+
+    every: int = 0
+    """Also evaluate every this many steps; 0 only before and after."""
+    samples_per_prompt: int = 1
+
+
+@dataclass
+class CheckpointConfig:
+    """Resumable checkpoints below runs/<name>/checkpoints."""
+
+    every: int = 50
+    """Steps between checkpoints; the last step is always saved. 0 saves nothing."""
+    keep: int = 2
+    """Complete checkpoints kept; older ones are removed."""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.every", self.every, 0)
+        _at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclass
+class ClusterConfig:
+    """Where the processes run."""
+
+    address: str | None = None
+    """Address of a running Ray cluster; null starts one on this machine."""
+    cpus: int | None = None
+    """CPUs Ray may count on when it is started here; null counts what the processes need."""
+
+
+MODES = ("train", "sft", "rollout_only", "train_only")
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    name: str
+    """Run directory below runs_dir."""
+    steps: int
+    """Policy updates (supervised updates with mode=sft)."""
+    prompts_per_step: int
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    sampling: SamplingConfig
+    algorithm: AlgorithmConfig
+    sft: SftConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    mode: str = "train"
+    """`train`; "sft"; "rollout_only" (generate and judge, no trainer); "train_only" (replay `samples`, no engine)."""
+    samples: str | None = None
+    """samples.jsonl of an earlier run, for mode=train_only."""
+    resume: str = "auto"
+    """`auto`: continue from the newest complete checkpoint if there is one; "never": refuse to touch an earlier run."""
+    seed: int = 0
+    """Seeds initial weights and sampling."""
+    runs_dir: str = "runs"
+    """Where run directories are made."""
+
+    def __post_init__(self) -> None:
+        _choice("mode", self.mode, MODES)
+        _choice("resume", self.resume, ("auto", "never"))
+        _at_least("steps", self.steps, 0)
+        _at_least("prompts_per_step", self.prompts_per_step, 1)
+        if (self.mode == "train_only") != (self.samples is not None):
+            raise ConfigError(
+                f"mode={self.mode} with samples={self.samples}: mode=train_only replays a file named by samples=PATH, "
+                "and no other mode reads one. Set both or neither."
+            )
+
+
+def _known_keys(cls: type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of every field; a passthrough dict ends in ".*"."""
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(f.type):
+            yield prefix + f.name
+            yield from _known_keys(f.type, f"{prefix}{f.name}.")  # type: ignore[arg-type]
+        else:
+            yield prefix + f.name + (".*" if f.default_factory is dict else "")
+
+
+def _present_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in node:
+        yield f"{prefix}{key}"
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none():
+            yield from _present_keys(child, f"{prefix}{key}.")
+
+
+def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
+    """The error for a key that nothing reads, naming the nearest one that something does."""
+    names = [k.removesuffix(".*") for k in known]
+    leaf = key.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.75) or [
+        n for m in difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=1)
+        for n in names if n.rsplit(".", 1)[-1] == m
+    ]
+    hint = f" Did you mean {near[0]!r}?" if near else f" Top-level keys: {', '.join(n for n in names if '.' not in n)}."
+    return ConfigError(f"Unknown config key {key!r}: nothing reads it.{hint}")
+
+
+def load_config(overrides: Sequence[str], *, config_dir: Path = CONFIG_DIR) -> Config:
+    """Compose configs/config.yaml with `overrides` (Hydra's grammar) into a checked Config.
+
+    Raises: ConfigError for an unknown key (also one added with "+"), a wrong type, a missing value, or a value that
+    cannot work; it names the nearest key and the mend.
+    """
+    known = list(_known_keys(Config))
+    plain = [o.lstrip("+") if o.startswith("+") else o for o in overrides]
+    for override in plain:
+        key = override.partition("=")[0].lstrip("~")
+        if "=" not in override and not override.startswith("~"):
+            raise ConfigError(f"Override {override!r} is not key=value. Write, for example, {override}=VALUE.")
+        if "@" not in key and key.split("/")[0] not in _groups(config_dir) and not _is_known(key, known):
+            raise unknown_key(key, known)
+    try:
+        with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
+            # A key of the schema need not stand in a YAML file; "++" adds or overrides.
+            raw = compose("config", overrides=[_force(o, config_dir) for o in plain])
+    except MissingConfigException as error:
+        raise ConfigError(f"{str(error).splitlines()[0]} The groups are directories of {config_dir}.") from error
+    except (ConfigCompositionException, OmegaConfBaseException) as error:
+        raise ConfigError(f"The config cannot be composed: {str(error).splitlines()[0]}") from error
+    for key in _present_keys(raw):
+        if not _is_known(key, known):
+            raise unknown_key(key, known)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), raw)
+        config = OmegaConf.to_object(merged)
+    except ConfigError:
+        raise
+    except OmegaConfBaseException as error:
+        where = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{where}{str(error).splitlines()[0]}") from error
+    assert isinstance(config, Config), type(config)
+    return config
+
+
+def _groups(config_dir: Path) -> set[str]:
+    return {p.name for p in config_dir.iterdir() if p.is_dir()} | {"hydra"} - {"data"}
+
+
+def _force(override: str, config_dir: Path) -> str:
+    key = override.partition("=")[0]
+    return override if override.startswith("~") or key in _groups(config_dir) or "@" in key else "++" + override
+
+
+def _is_known(key: str, known: Sequence[str]) -> bool:
+    return key in known or any(k.endswith(".*") and (key == k[:-2] or key.startswith(k[:-1])) for k in known)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))

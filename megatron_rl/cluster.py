@@ -1,0 +1,147 @@
+"""Ray: starting it, placing actors, waiting for them with a deadline, and saying which one died and why.
+
+Nothing else decides where a process runs. Classes handed to `spawn` are plain; their standard output goes to a log file
+of their own.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 1_000_000_000
+"""Of a cluster started here: a step's token arrays; it spills to disk beyond."""
+GRACE_S = 2.0
+"""After a first failure: time for a dead actor to be told apart from its peers' broken connections."""
+LOG_TAIL_LINES = 12
+_OURS = (ConfigError, DataError, LayoutError, SyncError, BackendError)
+
+
+def start(*, address: str | None, cpus: int) -> None:
+    """Connect to the cluster at `address`, or start one on this machine that may count on `cpus` CPUs."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
+    if address is None:
+        ray.init(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, **common)
+        return
+    del common["include_dashboard"]
+    try:
+        ray.init(address=address, **common)
+    except (ConnectionError, RayError) as error:
+        raise BackendError(
+            f"No Ray cluster answers at cluster.address={address}: {error}. Start one there, or leave it null."
+        ) from error
+
+
+def stop() -> None:
+    """End the connection; a cluster that `start` started ends with all its actors."""
+    ray.shutdown()
+
+
+class Pool:
+    """Resources of one role, reserved together: `count` bundles of `cpus` and `gpus` each."""
+
+    def __init__(self, role: str, count: int, *, cpus: int, gpus: int = 0, timeout_s: float = 120.0):
+        """Raises: BackendError when the cluster does not have them within `timeout_s`; it says what there is."""
+        self.role = role
+        self.bundle: dict[str, float] = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+        self.group = placement_group([self.bundle] * count, strategy="PACK")
+        if not self.group.wait(timeout_s):
+            nodes = "; ".join(
+                f"{n['NodeManagerHostname']}: {n['Resources'].get('CPU', 0):.0f} CPU, {n['Resources'].get('GPU', 0):.0f} GPU"
+                for n in ray.nodes() if n["Alive"]
+            )
+            raise BackendError(
+                f"{role} needs {count} x {self.bundle}, and the cluster did not offer it within {timeout_s:.0f} s. "
+                f"Nodes: {nodes}. Add nodes, or lower the number of {role} processes."
+            )
+
+    def spawn(self, cls: type, *args: Any, index: int, log: Path, concurrency: int = 1) -> Any:
+        """Start `cls(*args)` as an actor in bundle `index`; its stdout and stderr go to `log`."""
+        remote = ray.remote(_logged(cls)).options(
+            num_cpus=self.bundle["CPU"],
+            num_gpus=self.bundle.get("GPU", 0),
+            max_concurrency=concurrency,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index),
+        )
+        return remote.remote(str(log), *args)
+
+
+def _logged(cls: type) -> type:
+    """`cls` whose first constructor argument is the file that takes over its process's output."""
+
+    class Logged(cls):  # type: ignore[misc, valid-type]
+        def __init__(self, log_path: str, *args: Any):
+            descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(descriptor, stream.fileno())
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
+            super().__init__(*args)
+
+    Logged.__name__ = Logged.__qualname__ = cls.__name__
+    return Logged
+
+
+def gather(calls: Mapping[str, Any], *, what: str, timeout_s: float, logs: Path | None = None) -> list[Any]:
+    """Results of `calls` (process name -> reference), in order; the first failure ends the wait.
+
+    Raises: the call's own error if it is one of ours; BackendError naming the process when it died, failed otherwise,
+    or when `timeout_s` passes. `logs` is the directory of <process name>.log files, whose tail is quoted.
+    """
+    deadline = time.monotonic() + timeout_s
+    waiting = {ref: name for name, ref in calls.items()}
+    failed: dict[str, Exception] = {}
+    while waiting:
+        left = deadline - time.monotonic()
+        done, _ = ray.wait(list(waiting), timeout=max(left, 0))
+        if not done and not failed:
+            names = ", ".join(sorted(waiting.values()))
+            raise BackendError(f"{what}: no answer from {names} within {timeout_s:.0f} s. See {logs or 'its log'}.")
+        if not done:
+            break
+        for ref in done:
+            name = waiting.pop(ref)
+            try:
+                ray.get(ref)
+            except (RayActorError, RayTaskError, GetTimeoutError) as error:
+                if not failed:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                failed[name] = error
+    if failed:
+        raise _explain(failed, what=what, logs=logs)
+    return ray.get(list(calls.values()))
+
+
+def _explain(failed: Mapping[str, Exception], *, what: str, logs: Path | None) -> Exception:
+    """One error for several processes that failed together: a death outranks what it made its peers suffer."""
+    for name, error in failed.items():
+        if isinstance(error, RayActorError):
+            return BackendError(f"{what}: {name} died. {_tail(name, logs)}Resume with the same command.")
+    for error in failed.values():
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, _OURS):
+            return type(cause)(str(cause))
+    name, error = next(iter(failed.items()))
+    cause = getattr(error, "cause", error)
+    logger.error("%s: %s\n%s", what, name, error)
+    return BackendError(f"{what}: {name} failed with {type(cause).__name__}: {cause}. {_tail(name, logs)}")
+
+
+def _tail(name: str, logs: Path | None) -> str:
+    path = logs / f"{name}.log" if logs else None
+    if path is None or not path.exists():
+        return ""
+    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    return f"The end of {path}:\n" + "\n".join(f"    {line}" for line in lines) + "\n"

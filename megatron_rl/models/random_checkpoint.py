@@ -1,0 +1,96 @@
+"""Write a Hugging Face checkpoint with random weights and a character tokenizer: something to train from nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.errors import ConfigError
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+
+def write_random_checkpoint(
+    directory: Path | str, hf_config: dict[str, Any], *, characters: str, seed: int, jitter: float = 0.0
+) -> None:
+    """Write config.json, generation_config.json, model.safetensors and a tokenizer that knows `characters`.
+
+    Matrices are normal with std `initializer_range`, norms 1 and router biases 0; `jitter` is the std of what is added
+    to norms and router biases, so that tests see one put in another's place. Weights are in the config's `dtype`, the
+    router's correction bias always float32. vocab_size comes from the tokenizer when the config leaves it out.
+    Raises: ConfigError when vocab_size is smaller than the tokenizer.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokens = [PAD, EOS, UNKNOWN, *sorted(set(characters))]
+    vocab_size = hf_config.get("vocab_size", len(tokens))
+    if vocab_size < len(tokens):
+        raise ConfigError(
+            f"vocab_size={vocab_size} is smaller than the tokenizer's {len(tokens)} tokens: some text would have no "
+            f"embedding. Set it to at least {len(tokens)}, or leave it out."
+        )
+    config = {
+        **hf_config,
+        "vocab_size": vocab_size,
+        "pad_token_id": tokens.index(PAD),
+        "eos_token_id": tokens.index(EOS),
+        "bos_token_id": None,
+    }
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", {k: config[k] for k in ("eos_token_id", "pad_token_id")})
+    _write_tokenizer(directory, tokens, max_length=config["max_position_embeddings"])
+    _write_weights(directory / "model.safetensors", config, seed=seed, jitter=jitter)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _write_tokenizer(directory: Path, tokens: list[str], *, max_length: int) -> None:
+    """One token a character; what it does not know becomes <unk>. Decoding gives back the text, spaces included."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(str(directory))
+
+
+def _write_weights(path: Path, config: dict[str, Any], *, seed: int, jitter: float) -> None:
+    import transformers
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    tensors = {}
+    dtype = getattr(torch, config["dtype"])
+    for name, value in model.state_dict().items():
+        noise = torch.randn(value.shape, generator=generator)
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = noise * jitter
+        elif value.dim() == 1:
+            tensors[name] = (1 + noise * jitter).to(dtype)
+        else:
+            noise = (noise * config["initializer_range"]).to(dtype)
+            if name.endswith("experts.gate_up_proj"):
+                for e in range(len(noise)):
+                    gate, up = noise[e].chunk(2)
+                    stem = name.removesuffix("gate_up_proj")
+                    tensors[f"{stem}{e}.gate_proj.weight"] = gate.clone()
+                    tensors[f"{stem}{e}.up_proj.weight"] = up.clone()
+            elif name.endswith("experts.down_proj"):
+                for e in range(len(noise)):
+                    tensors[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = noise[e].clone()
+            else:
+                tensors[name] = noise
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -1,0 +1,27 @@
+# Each target does its own set-up: see requirements/install.sh.
+export HF_HUB_OFFLINE := 1
+export PYTHONPATH := $(CURDIR)
+PY := .venv/bin/python
+
+.PHONY: env demo check test test-fast format
+
+env:
+	@requirements/install.sh
+
+demo: env  ## GRPO on a small DeepSeek-V3-shaped MoE, on this machine's CPU
+	$(PY) -m megatron_rl.main experiment=cpu_digits name=demo
+
+check: env  ## Style and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: env  ## Everything, with live servers and whole runs
+	$(PY) -m pytest -q
+
+test-fast: env  ## Without live servers: seconds to a few minutes
+	$(PY) -m pytest -q -m "not live"
+
+format: env
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .

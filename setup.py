@@ -1,0 +1,26 @@
+"""Package metadata; versions of dependencies are read from requirements/."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def pins(name: str) -> list[str]:
+    """Requirement lines of requirements/<name>, without options and comments."""
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith(("#", "-"))]
+
+
+setup(
+    name="megatron-rl",
+    version="0.1.0",
+    description="Megatron-native reinforcement learning for MoE language models",
+    license="Apache-2.0",
+    python_requires=">=3.12",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    install_requires=pins("base.txt"),
+    extras_require={"gpu": pins("gpu.txt")},
+    entry_points={"console_scripts": ["megatron-rl = megatron_rl.main:main"]},
+)

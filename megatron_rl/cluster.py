@@ -61,7 +61,8 @@ class Pool:
         if not self.group.wait(timeout_s):
             nodes = "; ".join(
                 f"{n['NodeManagerHostname']}: {n['Resources'].get('CPU', 0):.0f} CPU, {n['Resources'].get('GPU', 0):.0f} GPU"
-                for n in ray.nodes() if n["Alive"]
+                for n in ray.nodes()
+                if n["Alive"]
             )
             raise BackendError(
                 f"{role} needs {count} x {self.bundle}, and the cluster did not offer it within {timeout_s:.0f} s. "

@@ -5,15 +5,16 @@ Checks of one section stand in its `__post_init__`; checks across sections or ag
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megatron_rl.errors import ConfigError
 
@@ -44,7 +45,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if (self.path is None) == (not self.random):
-            raise ConfigError("Set exactly one of model.path (a checkpoint) and model.random (a config to build).")
+            raise ConfigError(
+                f"model.path={self.path} and model.random with {len(self.random)} entries: exactly one says where the "
+                "weights come from. For a checkpoint write model=hf model.path=DIR."
+            )
 
 
 @dataclass
@@ -76,7 +80,9 @@ class DataConfig:
         _at_least("data.held_out", self.held_out, 0)
         _at_least("data.size", self.size, 1)
         if self.template != "chat" and "{prompt}" not in self.template:
-            raise ConfigError(f"data.template={self.template!r} has no {{prompt}}: every prompt would be the same. Add it.")
+            raise ConfigError(
+                f"data.template={self.template!r} has no {{prompt}}: every prompt would be the same. Add it."
+            )
 
 
 @dataclass
@@ -194,7 +200,7 @@ class TrainerConfig:
     world_size: int = 1
     """Megatron ranks, one process each."""
     dtype: str = "bfloat16"
-    """"bfloat16" or "float32": parameters and activations."""
+    """`bfloat16` or `float32`: parameters and activations."""
     distributed_optimizer: bool = True
     """Shard optimizer state over data parallel ranks."""
     tokens_per_micro_batch: int = 16_384
@@ -225,7 +231,7 @@ class RolloutConfig:
     ep: int = 1
     """Expert parallel size of each server."""
     dtype: str = "bfloat16"
-    """"bfloat16" or "float32"."""
+    """`bfloat16` or `float32`."""
     max_total_tokens: int = 16_384
     """KV cache of one server."""
     max_running_requests: int = 256
@@ -320,6 +326,8 @@ class Config:
     """Where run directories are made."""
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.+-]+", self.name) or self.name.startswith("."):
+            raise ConfigError(f"name={self.name!r} names a directory: use letters, digits, '_', '-', '+' and '.' only.")
         _choice("mode", self.mode, MODES)
         _choice("resume", self.resume, ("auto", "never"))
         _at_least("steps", self.steps, 0)
@@ -352,59 +360,58 @@ def _present_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
     """The error for a key that nothing reads, naming the nearest one that something does."""
     names = [k.removesuffix(".*") for k in known]
-    leaf = key.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.75) or [
-        n for m in difflib.get_close_matches(leaf, [n.rsplit(".", 1)[-1] for n in names], n=1)
-        for n in names if n.rsplit(".", 1)[-1] == m
-    ]
-    hint = f" Did you mean {near[0]!r}?" if near else f" Top-level keys: {', '.join(n for n in names if '.' not in n)}."
-    return ConfigError(f"Unknown config key {key!r}: nothing reads it.{hint}")
+
+    def likeness(name: str) -> tuple[float, float]:
+        leaves = difflib.SequenceMatcher(None, key.rsplit(".", 1)[-1], name.rsplit(".", 1)[-1]).ratio()
+        return leaves, difflib.SequenceMatcher(None, key, name).ratio()
+
+    ranked = sorted(names, key=likeness, reverse=True)
+    best = [repr(n) for n in ranked[:3] if likeness(n)[0] == likeness(ranked[0])[0] >= 0.6]
+    hint = f"Did you mean {' or '.join(best)}?" if best else f"Sections: {', '.join(_top_level(names))}."
+    return ConfigError(f"Unknown config key {key!r}: nothing reads it. {hint}")
 
 
 def load_config(overrides: Sequence[str], *, config_dir: Path = CONFIG_DIR) -> Config:
-    """Compose configs/config.yaml with `overrides` (Hydra's grammar) into a checked Config.
+    """Compose configs/config.yaml with `overrides` (Hydra's key=value grammar) into a checked Config.
 
     Raises: ConfigError for an unknown key (also one added with "+"), a wrong type, a missing value, or a value that
     cannot work; it names the nearest key and the mend.
     """
     known = list(_known_keys(Config))
-    plain = [o.lstrip("+") if o.startswith("+") else o for o in overrides]
+    groups = {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in config_dir.iterdir() if p.is_dir()}
+    plain = [o.lstrip("+") for o in overrides]
     for override in plain:
-        key = override.partition("=")[0].lstrip("~")
-        if "=" not in override and not override.startswith("~"):
-            raise ConfigError(f"Override {override!r} is not key=value. Write, for example, {override}=VALUE.")
-        if "@" not in key and key.split("/")[0] not in _groups(config_dir) and not _is_known(key, known):
+        key, equals, value = override.partition("=")
+        if not equals or key.startswith("~"):
+            raise ConfigError(f"Override {override!r} is not key=value. Write, for example, steps=100.")
+        if key in groups:
+            _choice(key, value, groups[key])
+        elif not _is_known(key, known):
             raise unknown_key(key, known)
     try:
         with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
-            # A key of the schema need not stand in a YAML file; "++" adds or overrides.
-            raw = compose("config", overrides=[_force(o, config_dir) for o in plain])
-    except MissingConfigException as error:
-        raise ConfigError(f"{str(error).splitlines()[0]} The groups are directories of {config_dir}.") from error
-    except (ConfigCompositionException, OmegaConfBaseException) as error:
+            # A key of the schema need not stand in a YAML file: "++" adds or overrides.
+            raw = compose("config", overrides=[o if o.partition("=")[0] in groups else "++" + o for o in plain])
+    except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"The config cannot be composed: {str(error).splitlines()[0]}") from error
     for key in _present_keys(raw):
         if not _is_known(key, known):
             raise unknown_key(key, known)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), raw)
-        config = OmegaConf.to_object(merged)
-    except ConfigError:
-        raise
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), raw))
+    except MissingMandatoryValue as error:
+        raise ConfigError(
+            f"Config key {error.full_key!r} has no value, and there is no default. Set it, or choose an experiment: "
+            f"{', '.join(groups['experiment'])}."
+        ) from error
     except OmegaConfBaseException as error:
-        where = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{where}{str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}.") from error
     assert isinstance(config, Config), type(config)
     return config
 
 
-def _groups(config_dir: Path) -> set[str]:
-    return {p.name for p in config_dir.iterdir() if p.is_dir()} | {"hydra"} - {"data"}
-
-
-def _force(override: str, config_dir: Path) -> str:
-    key = override.partition("=")[0]
-    return override if override.startswith("~") or key in _groups(config_dir) or "@" in key else "++" + override
+def _top_level(names: Sequence[str]) -> list[str]:
+    return [n for n in names if "." not in n]
 
 
 def _is_known(key: str, known: Sequence[str]) -> bool:

@@ -1,0 +1,129 @@
+"""What a resumable run is: weights, optimizer, scheduler and RNG (the trainer's own files), data cursor, step.
+
+A checkpoint is written below a name that no reader looks at and renamed when whole, so a killed save leaves nothing that
+looks like a checkpoint.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rl.errors import BackendError, ConfigError, DataError
+from megatron_rl.protocols import Trainer
+
+logger = logging.getLogger(__name__)
+
+STATE = "state.json"
+_NAME = re.compile(r"step_(\d{6,})")
+_PARTIAL = ".partial"
+
+
+class Stateful(Protocol):
+    """Something with a position that has to survive a restart."""
+
+    def state(self) -> dict[str, Any]:
+        """JSON-serializable position."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; refuses one that belongs to other data."""
+        ...
+
+
+class Checkpoints:
+    """The checkpoints of one run, below `directory`."""
+
+    def __init__(
+        self, directory: Path, *, trainer: Trainer, prompts: Stateful, steps: int, every: int, keep: int, resume: str
+    ):
+        """every: steps between checkpoints, 0 for none. keep: complete ones kept. resume: "auto" or "never"."""
+        self.directory, self.trainer, self.prompts = directory, trainer, prompts
+        self.steps, self.every, self.keep, self.resume = steps, every, keep, resume
+
+    def restore(self) -> int:
+        """Load the newest complete checkpoint, if there is one. Returns its step; 0 when there is none."""
+        found = complete(self.directory)
+        if not found:
+            return 0
+        step, path = found[-1]
+        if self.resume == "never":
+            raise ConfigError(
+                f"{path} exists and resume=never: going on would overwrite that run. "
+                "Choose another name=..., remove the directory, or set resume=auto."
+            )
+        self.prompts.restore(read_state(path)["prompts"])
+        self.trainer.load(path)
+        logger.info("resumed from %s: weights, optimizer, scheduler, RNG, data cursor, step %d", path, step)
+        return step
+
+    def due(self, step: int) -> bool:
+        """Every `every` steps, and at the last one."""
+        return self.every > 0 and (step == self.steps or step % self.every == 0)
+
+    def save(self, step: int) -> Path:
+        """Write the checkpoint of `step` and drop the oldest beyond `keep`.
+
+        Raises: BackendError when the disk refuses; earlier checkpoints are untouched.
+        """
+        final = self.directory / f"step_{step:06d}"
+        partial = final.with_name(final.name + _PARTIAL)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            self.trainer.save(partial)
+            state = {"step": step, "prompts": self.prompts.state()}
+            (partial / STATE).write_text(json.dumps(state, indent=1))
+            _to_disk(partial)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(partial, final)
+            _sync(self.directory)
+        except (OSError, BackendError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise BackendError(
+                f"The checkpoint of step {step} could not be written below {self.directory}: {error}. Earlier "
+                "checkpoints are untouched. Free space there (or lower checkpoint.keep) and start the same command "
+                "again: it resumes."
+            ) from error
+        for _, old in complete(self.directory)[: -self.keep]:
+            shutil.rmtree(old)
+        logger.info("saved %s", final)
+        return final
+
+
+def complete(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every whole checkpoint below `directory`, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [(int(m[1]), p) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / STATE).is_file()]
+    return sorted(found)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The driver's part of a checkpoint."""
+    try:
+        return json.loads((path / STATE).read_text())
+    except ValueError as error:
+        raise DataError(
+            f"{path / STATE} is not JSON ({error}): the checkpoint was changed after it was written. "
+            "Remove that directory to resume from the one before."
+        ) from error
+
+
+def _to_disk(directory: Path) -> None:
+    """fsync every file and directory below `directory`: a rename must not outrun its contents."""
+    for root, _, files in os.walk(directory):
+        for name in files:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

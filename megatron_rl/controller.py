@@ -1,0 +1,88 @@
+"""THE LOOP. Read this file first: every other module serves one of its lines.
+
+The controller handles references and per-sample scalars, never token arrays: its cost grows with samples, not tokens.
+To write another dataflow, copy this file and change it.
+"""
+
+from dataclasses import dataclass
+
+from megatron_rl.checkpoint import Checkpoints
+from megatron_rl.config import Config
+from megatron_rl.data.packing import Packer
+from megatron_rl.data.prompts import Prompts
+from megatron_rl.metrics import Metrics
+from megatron_rl.protocols import Engine, Reward, Trainer, WeightSync
+from megatron_rl.algorithms.recipes import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop is made of; `main.py` chooses the classes."""
+
+    prompts: Prompts
+    engine: Engine
+    reward: Reward
+    recipe: Recipe
+    pack: Packer
+    trainer: Trainer
+    weights: WeightSync
+    checkpoint: Checkpoints
+    metrics: Metrics
+
+
+def train(config: Config, parts: Parts) -> None:
+    """Policy updates until `config.steps`; step s leaves weights of version s in trainer and engines."""
+    p = parts
+    step = p.checkpoint.restore()  # 0 on a fresh run
+    p.weights.push(version=step)  # engine and trainer agree before the first sample
+    if step == 0:
+        with p.metrics.step(step) as m:
+            m.log(evaluate(config, p, step))
+    while step < config.steps:
+        step += 1
+        with p.metrics.step(step) as m:
+            with m.time("generate"):
+                prompts = p.prompts.take(config.prompts_per_step)
+                samples = p.engine.generate(
+                    prompts, samples_per_prompt=config.sampling.samples_per_prompt, seed=seed_of(config, step)
+                )
+            with m.time("reward"):
+                samples = p.reward(samples, prompts, step=step)
+            m.log_samples(samples)
+            batch = p.pack(p.recipe.keep(samples))  # DAPO drops groups that carry no signal
+            with m.time("logprobs"):
+                batch = p.trainer.logprobs(batch)  # old policy and frozen reference, when the recipe needs them
+            with m.time("advantage"):
+                batch = p.recipe.apply(batch)
+            with m.time("update"):
+                m.log(p.trainer.update(batch))
+            with m.time("sync"):
+                m.log(p.weights.push(version=step))
+            if evaluation_due(config, step):
+                with m.time("evaluate"):
+                    m.log(evaluate(config, p, step))
+        if p.checkpoint.due(step):  # after the metrics of this step are on disk: a resumed run misses none
+            p.checkpoint.save(step)
+
+
+def evaluate(config: Config, parts: Parts, step: int) -> dict[str, float]:
+    """Mean reward of sampled answers to the held-out prompts, which never train."""
+    prompts = parts.prompts.held_out
+    if not prompts:
+        return {}
+    samples = parts.engine.generate(
+        prompts, samples_per_prompt=config.evaluation.samples_per_prompt, seed=seed_of(config, -1 - step)
+    )
+    rewards = [s.reward for s in parts.reward(samples, prompts, step=step)]
+    return {"eval/reward": sum(rewards) / len(rewards)}
+
+
+def evaluation_due(config: Config, step: int) -> bool:
+    """After the last step, and every `evaluation.every` steps."""
+    every = config.evaluation.every
+    return step == config.steps or (every > 0 and step % every == 0)
+
+
+def seed_of(config: Config, step: int) -> int:
+    """Seed of everything sampled at `step`; distinct for every (run seed, step)."""
+    return config.seed * 1_000_003 + step

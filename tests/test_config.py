@@ -1,0 +1,87 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.config import CONFIG_DIR, Config, load_config, to_yaml
+from megatron_rl.errors import ConfigError
+
+EXPERIMENTS = sorted(p.stem for p in (CONFIG_DIR / "experiment").glob("*.yaml"))
+DEMO = "experiment=cpu_digits"
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_shipped_experiment_loads(experiment: str) -> None:
+    assert load_config([f"experiment={experiment}"]).steps > 0
+
+
+def test_an_override_reaches_its_field_with_its_type() -> None:
+    config = load_config([DEMO, "algorithm.lr=3e-5", "parallel.vpp=2", "trainer.megatron.recompute_granularity=full"])
+
+    assert config.algorithm.lr == 3e-5
+    assert config.parallel.vpp == 2
+    assert config.trainer.megatron == {"recompute_granularity": "full"}
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("algorithm.lrr=1", "algorithm.lr"),
+        ("+algorithm.lrr=1", "algorithm.lr"),
+        ("++trainer.tpp=2", "parallel.tp"),
+        ("sampling.max_token=3", "sampling.max_tokens"),
+        ("prompts_per_stp=3", "prompts_per_step"),
+    ],
+)
+def test_an_unknown_key_is_refused_and_the_nearest_named(override: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"nothing reads it\. Did you mean .*'{nearest}'"):
+        load_config([DEMO, override])
+
+
+def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "config.yaml").write_text("defaults: [_self_]\nname: x\nalgorithm: {lr: 1.0, clip_hihg: 0.3}\n")
+
+    with pytest.raises(
+        ConfigError, match=r"'algorithm.clip_hihg': nothing reads it\. Did you mean 'algorithm.clip_high'"
+    ):
+        load_config([], config_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps=abc", "steps: Value 'abc'"),
+        ("steps=1.5", "steps: Value '1.5'"),
+        ("steps=null", "steps: Incompatible value 'None'"),
+        ("parallel.tp=0", "parallel.tp=0 must be at least 1"),
+        ("sampling.temperature=0", "greedy samples have no group spread"),
+        ("trainer.dtype=bf16", "Did you mean 'bfloat16'"),
+        ("mode=trian", "Did you mean 'train'"),
+        ("experiment=cpu_digit", "Did you mean 'cpu_digits'"),
+        ("model.path=/x", "exactly one says where the weights come from"),
+        ("mode=train_only", "replays a file named by samples=PATH"),
+        ("data.source=jsonl", "data.source=jsonl needs data.path"),
+        ("name=a/b", "names a directory"),
+        ("algorithm.min_lr=1", "the schedule only goes down"),
+        ("steps", "is not key=value"),
+        ("~sft", "is not key=value"),
+        ("name=[1,", "cannot be composed"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_mend(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([DEMO, override])
+
+
+def test_a_missing_value_is_named() -> None:
+    with pytest.raises(ConfigError, match="'name' has no value.*cpu_digits"):
+        load_config([])
+
+
+def test_the_written_config_reads_back_equal(tmp_path: Path) -> None:
+    config = load_config([DEMO, "parallel.tp=2", "seed=7"])
+    written = yaml.safe_load(to_yaml(config))
+
+    assert written == dataclasses.asdict(config)

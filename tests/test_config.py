@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.config import CONFIG_DIR, Config, load_config, to_yaml
+from megatron_rl.config import CONFIG_DIR, load_config, to_yaml
 from megatron_rl.errors import ConfigError
 
 EXPERIMENTS = sorted(p.stem for p in (CONFIG_DIR / "experiment").glob("*.yaml"))

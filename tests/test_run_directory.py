@@ -1,0 +1,58 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import Config, load_config
+from megatron_rl.errors import ConfigError
+from megatron_rl.run_directory import RunDirectory
+
+
+def config(runs: Path, *overrides: str) -> Config:
+    return load_config(["experiment=cpu_digits", f"runs_dir={runs}", "name=run", *overrides])
+
+
+def with_a_checkpoint(runs: Path) -> None:
+    with RunDirectory(config(runs)) as run:
+        (run.checkpoints / "step_000003").mkdir(parents=True)
+        (run.checkpoints / "step_000003" / "state.json").write_text("{}")
+
+
+def test_a_second_process_in_the_same_run_is_refused(tmp_path: Path) -> None:
+    with (
+        RunDirectory(config(tmp_path)),
+        pytest.raises(ConfigError, match="Another process is running in .*name="),
+        RunDirectory(config(tmp_path)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("seed=5", "seed: 0 -> 5"), ("data.seed=9", "data.seed: 0 -> 9"), ("sft.steps=1", "sft.steps")],
+)
+def test_continuing_as_another_experiment_is_refused(tmp_path: Path, override: str, named: str) -> None:
+    with_a_checkpoint(tmp_path)
+
+    with pytest.raises(ConfigError, match=f"{named}.*Choose another name"), RunDirectory(config(tmp_path, override)):
+        pass
+
+
+def test_continuing_with_more_steps_is_allowed(tmp_path: Path) -> None:
+    with_a_checkpoint(tmp_path)
+
+    with RunDirectory(config(tmp_path, "steps=500")):
+        pass
+
+
+def test_without_a_checkpoint_anything_may_change(tmp_path: Path) -> None:
+    with RunDirectory(config(tmp_path)):
+        pass
+    with RunDirectory(config(tmp_path, "seed=5")) as run:
+        assert "seed: 5" in (run.path / "config.yaml").read_text()
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ConfigError, match="cannot be made"), RunDirectory(config(tmp_path / "file")):
+        pass

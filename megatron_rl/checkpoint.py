@@ -1,7 +1,7 @@
 """What a resumable run is: weights, optimizer, scheduler and RNG (the trainer's own files), data cursor, step.
 
-A checkpoint is written below a name that no reader looks at and renamed when whole, so a killed save leaves nothing that
-looks like a checkpoint.
+A checkpoint is written below a name that no reader looks at and renamed when whole: a killed save leaves nothing that
+looks like one.
 """
 
 import json

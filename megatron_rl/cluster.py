@@ -60,7 +60,7 @@ class Pool:
         self.group = placement_group([self.bundle] * count, strategy="PACK")
         if not self.group.wait(timeout_s):
             nodes = "; ".join(
-                f"{n['NodeManagerHostname']}: {n['Resources'].get('CPU', 0):.0f} CPU, {n['Resources'].get('GPU', 0):.0f} GPU"
+                f"{n['NodeManagerHostname']}: {n['Resources'].get('CPU', 0):g} CPU, {n['Resources'].get('GPU', 0):g} GPU"
                 for n in ray.nodes()
                 if n["Alive"]
             )

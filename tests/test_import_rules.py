@@ -1,0 +1,63 @@
+"""The arrows of the architecture, read from the source with ast: no backend needs to be installed."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1] / "megatron_rl"
+ONLY_IN = {
+    "ray": {"cluster", "trainer", "rollout"},
+    "megatron": {"trainer"},
+    "sglang": {"rollout"},
+    "hydra": {"config"},
+}
+OF_OURS = {  # package -> the packages of ours it may import
+    "errors": set(),
+    "types": set(),
+    "config": {"errors"},
+    "protocols": {"types"},
+    "layouts": {"errors"},
+    "models": {"errors", "layouts"},
+    "resharding": {"errors", "layouts", "models", "protocols", "types"},
+    "algorithms": {"errors", "types", "config"},
+    "data": {"errors", "types", "config"},
+    "rewards": {"errors", "types", "config"},
+    "cluster": {"errors"},
+    "checkpoint": {"errors", "protocols"},
+    "checks": {"errors", "config", "layouts", "models", "rewards", "algorithms"},
+    "trainer": {"errors", "types", "config", "algorithms", "layouts", "models", "resharding", "cluster"},
+    "rollout": {"errors", "types", "config", "rewards", "layouts", "models", "resharding", "cluster"},
+}
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def violations(path: Path, package: str) -> Iterator[str]:
+    for name, line in imports(path):
+        top, _, rest = name.partition(".")
+        ours = rest.partition(".")[0]
+        if top == "megatron_rl" and ours != package and package in OF_OURS and ours not in OF_OURS[package]:
+            yield f"{path.relative_to(ROOT)}:{line} {package} may not import megatron_rl.{ours}"
+        if top in ONLY_IN and package not in ONLY_IN[top]:
+            yield f"{path.relative_to(ROOT)}:{line} {top} may be imported only in {sorted(ONLY_IN[top])}"
+
+
+def test_imports_follow_the_arrows() -> None:
+    wrong = [
+        problem
+        for path in sorted(ROOT.rglob("*.py"))
+        for problem in violations(path, path.relative_to(ROOT).parts[0].removesuffix(".py"))
+    ]
+
+    assert wrong == []
+
+
+def test_nothing_shadows_the_package_kernels() -> None:
+    """PyPI's `kernels`, which transformers and SGLang import, must win over our folder of that name."""
+    assert not (ROOT.parent / "kernels" / "__init__.py").exists()

@@ -1,0 +1,52 @@
+"""Model families: HF config -> Megatron config and layout table. One file and one line here per family."""
+
+import logging
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.layouts.table import Table
+from megatron_rl.models import deepseek_v3, qwen3_moe
+from megatron_rl.models.family import Architecture, Family, HfConfig, refuse
+
+__all__ = ["FAMILIES", "Architecture", "Family", "find_family", "load_architecture", "load_table"]
+
+logger = logging.getLogger(__name__)
+
+FAMILIES: dict[str, Family] = {
+    "DeepseekV3ForCausalLM": deepseek_v3.FAMILY,
+    "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
+}
+
+
+def find_family(hf_config: HfConfig) -> Family:
+    """The family of config.json's first architecture.
+
+    Raises: ConfigError when it is unknown, quantized, or has a value that the family does not support.
+    """
+    names = hf_config.get("architectures") or ["(none)"]
+    if names[0] not in FAMILIES:
+        raise ConfigError(
+            f"Architecture {names[0]!r} in config.json is not known. Known: {', '.join(sorted(FAMILIES))}."
+        )
+    if "quantization_config" in hf_config:
+        raise ConfigError(
+            f"The checkpoint is quantized ({hf_config['quantization_config'].get('quant_method')}): training needs its "
+            "weights in bfloat16 or float32. Convert it first."
+        )
+    family = FAMILIES[names[0]]
+    refuse(hf_config, family.supported)
+    return family
+
+
+def load_table(hf_config: HfConfig) -> Table:
+    """Every tensor of the model, on every side."""
+    return find_family(hf_config).table(hf_config)
+
+
+def load_architecture(hf_config: HfConfig) -> Architecture:
+    """The model in megatron-core's words. Raises: ConfigError when megatron-core would compute something else."""
+    if hf_config.get("num_nextn_predict_layers", 0):
+        logger.warning(
+            "num_nextn_predict_layers=%d: the multi-token prediction layers are neither trained nor exported",
+            hf_config["num_nextn_predict_layers"],
+        )
+    return find_family(hf_config).architecture(hf_config)

@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.layouts.compile import hf_layouts
+from megatron_rl.models import load_table
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -56,7 +58,7 @@ def _write_tokenizer(directory: Path, tokens: list[str], *, max_length: int) -> 
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
@@ -67,30 +69,15 @@ def _write_tokenizer(directory: Path, tokens: list[str], *, max_length: int) -> 
 
 
 def _write_weights(path: Path, config: dict[str, Any], *, seed: int, jitter: float) -> None:
-    import transformers
-
     generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     tensors = {}
-    dtype = getattr(torch, config["dtype"])
-    for name, value in model.state_dict().items():
-        noise = torch.randn(value.shape, generator=generator)
-        if name.endswith("e_score_correction_bias"):
-            tensors[name] = noise * jitter
-        elif value.dim() == 1:
-            tensors[name] = (1 + noise * jitter).to(dtype)
+    for layout in hf_layouts(load_table(config), dtype=config["dtype"]):
+        noise = torch.randn(layout.shape, generator=generator)
+        if layout.name.endswith("e_score_correction_bias"):
+            value = noise * jitter
+        elif len(layout.shape) == 1:
+            value = 1 + noise * jitter
         else:
-            noise = (noise * config["initializer_range"]).to(dtype)
-            if name.endswith("experts.gate_up_proj"):
-                for e in range(len(noise)):
-                    gate, up = noise[e].chunk(2)
-                    stem = name.removesuffix("gate_up_proj")
-                    tensors[f"{stem}{e}.gate_proj.weight"] = gate.clone()
-                    tensors[f"{stem}{e}.up_proj.weight"] = up.clone()
-            elif name.endswith("experts.down_proj"):
-                for e in range(len(noise)):
-                    tensors[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = noise[e].clone()
-            else:
-                tensors[name] = noise
+            value = noise * config["initializer_range"]
+        tensors[layout.name] = value.to(getattr(torch, layout.dtype))
     save_file(tensors, path, metadata={"format": "pt"})

@@ -1,0 +1,45 @@
+"""A table: every tensor of a model, on both sides, once. Import, export and weight sync all read the same one."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron_rl.layouts.terms import HfTensor, Term, tensors_of
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A few HF tensors that belong together, as each side keeps them. Names lack the block's prefix."""
+
+    megatron: Mapping[str, Term]
+    """Names as the Transformer Engine spec gives them."""
+    sglang: Mapping[str, Term]
+    """Names as in SGLang's named_parameters()."""
+
+    def tensors(self) -> Iterator[tuple[HfTensor, int | None]]:
+        """Each HF tensor of the row, with the number of experts that have one (None: not an expert's)."""
+        for term in self.megatron.values():
+            for tensor in tensors_of(term):
+                yield tensor, getattr(term, "experts", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows that live together: a layer, or what stands before the first or after the last one."""
+
+    place: int | str
+    """The layer's global index, "first" (stage with the embedding) or "last" (stage with the output layer)."""
+    hf: str
+    """Prefix of the HF names."""
+    megatron: str
+    """Prefix of the Megatron names within a chunk; "{layer}" stands for the index within the chunk."""
+    sglang: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A model."""
+
+    vocab_size: int
+    num_layers: int
+    blocks: tuple[Block, ...]

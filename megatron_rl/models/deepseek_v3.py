@@ -1,0 +1,151 @@
+"""DeepSeek-V3 and what shares its architecture (R1, Kimi-K2): latent attention, shared and routed experts.
+
+H hidden, NH heads, QL and KL ranks of the query and key-value latents, N and R head dims without and with position,
+VD value head dim.
+"""
+
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.layouts.table import Block, Row, Table
+from megatron_rl.layouts.terms import Cols, Concat, HfTensor, Rep, Rows
+from megatron_rl.models.family import Architecture, Family, HfConfig, only_keys, read, rotary
+from megatron_rl.models.rows import embedding, gated_mlp, head, routed_experts, same
+
+SUPPORTED: dict[str, Any] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
+}
+YARN = ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+def table(hf: HfConfig) -> Table:
+    """Every tensor of the main model; the multi-token prediction layers after it are not carried."""
+    hidden, layers = read(hf, "hidden_size"), read(hf, "num_hidden_layers")
+    vocab = read(hf, "vocab_size")
+    blocks = [embedding(vocab, hidden)]
+    for i in range(layers):
+        mlp = moe(hf) if i >= read(hf, "first_k_dense_replace") else dense(hf)
+        blocks.append(
+            Block(i, f"model.layers.{i}.", "decoder.layers.{layer}.", f"model.layers.{i}.", attention(hf) + mlp)
+        )
+    return Table(vocab, layers, (*blocks, head(vocab, hidden)))
+
+
+def attention(hf: HfConfig) -> tuple[Row, ...]:
+    """Latent attention. SGLang stacks the two down projections; every rank of both sides holds them whole."""
+    hidden, heads = read(hf, "hidden_size"), read(hf, "num_attention_heads")
+    q_rank, kv_rank = read(hf, "q_lora_rank"), read(hf, "kv_lora_rank")
+    nope, rope, value = read(hf, "qk_nope_head_dim"), read(hf, "qk_rope_head_dim"), read(hf, "v_head_dim")
+    q_a = HfTensor("self_attn.q_a_proj.weight", (q_rank, hidden))
+    kv_a = HfTensor("self_attn.kv_a_proj_with_mqa.weight", (kv_rank + rope, hidden))
+    q_b = Rows(HfTensor("self_attn.q_b_proj.weight", (heads * (nope + rope), q_rank)), "tp", unit=nope + rope)
+    kv_b = Rows(HfTensor("self_attn.kv_b_proj.weight", (heads * (nope + value), kv_rank)), "tp", unit=nope + value)
+    out = Cols(HfTensor("self_attn.o_proj.weight", (hidden, heads * value)), "tp", unit=value)
+    megatron = "self_attention."
+    return (
+        same("input_layernorm.weight", "input_layernorm.weight", (hidden,)),
+        Row(
+            megatron={
+                f"{megatron}linear_q_down_proj.weight": Rep(q_a),
+                f"{megatron}linear_kv_down_proj.weight": Rep(kv_a),
+            },
+            sglang={"self_attn.fused_qkv_a_proj_with_mqa.weight": Concat((Rep(q_a), Rep(kv_a)))},
+        ),
+        same(f"{megatron}linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", (q_rank,)),
+        same(f"{megatron}linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", (kv_rank,)),
+        Row(megatron={f"{megatron}linear_q_up_proj.weight": q_b}, sglang={q_b.tensor.name: q_b}),
+        Row(megatron={f"{megatron}linear_kv_up_proj.weight": kv_b}, sglang={kv_b.tensor.name: kv_b}),
+        Row(megatron={f"{megatron}linear_proj.weight": out}, sglang={out.tensor.name: out}),
+    )
+
+
+def dense(hf: HfConfig) -> tuple[Row, ...]:
+    """The MLP of one of the first layers; its norm is fused into Megatron's linear_fc1."""
+    hidden = read(hf, "hidden_size")
+    norm = same("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", (hidden,))
+    return (norm, *gated_mlp("mlp.", hidden, read(hf, "intermediate_size")))
+
+
+def moe(hf: HfConfig) -> tuple[Row, ...]:
+    """Router, routed experts and shared experts. The correction bias is float32 on every side."""
+    hidden, experts, size = read(hf, "hidden_size"), read(hf, "n_routed_experts"), read(hf, "moe_intermediate_size")
+    return (
+        same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,)),
+        same("mlp.router.weight", "mlp.gate.weight", (experts, hidden)),
+        same("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", (experts,), dtype="float32"),
+        *routed_experts(experts, hidden, size),
+        *gated_mlp("mlp.shared_experts.", hidden, size * read(hf, "n_shared_experts")),
+    )
+
+
+def architecture(hf: HfConfig) -> Architecture:
+    """The model in megatron-core's words."""
+    base, scaling = rotary(hf)
+    layers, first = read(hf, "num_hidden_layers"), read(hf, "first_k_dense_replace")
+    config: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": read(hf, "hidden_size"),
+        "num_attention_heads": read(hf, "num_attention_heads"),
+        "ffn_hidden_size": read(hf, "intermediate_size"),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": read(hf, "rms_norm_eps"),
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "q_lora_rank": read(hf, "q_lora_rank"),
+        "kv_lora_rank": read(hf, "kv_lora_rank"),
+        "qk_head_dim": read(hf, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": read(hf, "qk_rope_head_dim"),
+        "v_head_dim": read(hf, "v_head_dim"),
+        "num_moe_experts": read(hf, "n_routed_experts"),
+        "moe_layer_freq": [int(i >= first) for i in range(layers)],
+        "moe_ffn_hidden_size": read(hf, "moe_intermediate_size"),
+        "moe_shared_expert_intermediate_size": read(hf, "moe_intermediate_size") * read(hf, "n_shared_experts"),
+        "moe_router_topk": read(hf, "num_experts_per_tok"),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": read(hf, "routed_scaling_factor"),
+        **_groups(hf),
+        **_yarn(base, scaling),
+    }
+    return Architecture(True, config, read(hf, "vocab_size"), base, read(hf, "max_position_embeddings"))
+
+
+def _groups(hf: HfConfig) -> dict[str, int]:
+    """Group-limited routing. Megatron scores a group by its best topk/topk_group experts, DeepSeek by its best two."""
+    groups, kept, topk = read(hf, "n_group"), read(hf, "topk_group"), read(hf, "num_experts_per_tok")
+    if groups == kept:
+        return {}
+    if topk // kept != 2:
+        raise ConfigError(
+            f"num_experts_per_tok={topk} with topk_group={kept} of n_group={groups}: Megatron scores a group by its "
+            f"best {topk // kept} experts, this architecture by its best 2. Set num_experts_per_tok to {2 * kept}, or "
+            "n_group and topk_group to 1."
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
+
+
+def _yarn(base: float, scaling: dict[str, Any] | None) -> dict[str, float | str]:
+    if scaling is None:
+        return {"rope_type": "rope", "rotary_base": base}
+    only_keys(scaling, YARN)
+    if scaling["rope_type"] != "yarn":
+        raise ConfigError(
+            f"rope_type={scaling['rope_type']!r} is not supported with latent attention. Use 'yarn' or none."
+        )
+    return {
+        "rope_type": "yarn",
+        "rotary_base": base,
+        "rotary_scaling_factor": scaling["factor"],
+        **{key: scaling[key] for key in YARN[2:]},
+    }
+
+
+FAMILY = Family(supported=SUPPORTED, architecture=architecture, table=table)

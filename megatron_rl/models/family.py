@@ -1,0 +1,75 @@
+"""What a model family has to say, and how it reads a Hugging Face config."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.layouts.table import Table
+
+HfConfig = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model in megatron-core's words."""
+
+    mla: bool
+    """Latent attention: `megatron` is for MLATransformerConfig rather than TransformerConfig."""
+    megatron: dict[str, Any]
+    """Keyword values that follow from the model; parallelism, precision and training options are not among them."""
+    vocab_size: int
+    """Without padding."""
+    rotary_base: float
+    max_position_embeddings: int
+    tied: bool = False
+    """Whether the output layer is the embedding; no family here has that yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row of `FAMILIES`."""
+
+    supported: Mapping[str, Any]
+    """Keys of config.json and the only value that each may have."""
+    architecture: Callable[[HfConfig], Architecture]
+    table: Callable[[HfConfig], Table]
+
+
+def read(hf: HfConfig, key: str) -> Any:
+    """A value that the model cannot be built without. Raises: ConfigError when config.json lacks it."""
+    if key not in hf:
+        raise ConfigError(
+            f"config.json of {hf['architectures'][0]} has no {key!r}: the model's shape is unknown. Add it."
+        )
+    return hf[key]
+
+
+def refuse(hf: HfConfig, supported: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for the first key whose value is not the one that is supported; a missing key passes."""
+    for key, value in supported.items():
+        if hf.get(key, value) != value:
+            raise ConfigError(
+                f"config.json has {key}={hf[key]!r}; for {hf['architectures'][0]} only {value!r} is supported, and the "
+                "model would compute something else. Use a checkpoint that has it."
+            )
+
+
+def rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None]:
+    """(base, scaling or None), from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
+    new = hf.get("rope_parameters")
+    scaling = dict(new if new is not None else hf.get("rope_scaling") or {})
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+    base = scaling.pop("rope_theta", hf.get("rope_theta"))
+    if base is None:
+        raise ConfigError("config.json gives no rope_theta: positions cannot be encoded. Add it.")
+    return float(base), None if kind == "default" else {**scaling, "rope_type": kind}
+
+
+def only_keys(scaling: dict[str, Any], keys: Iterable[str]) -> None:
+    """Raise a ConfigError unless rope scaling has exactly these keys."""
+    if set(scaling) != set(keys):
+        raise ConfigError(
+            f"config.json scales positions by {sorted(scaling)}; supported is {sorted(keys)}, all of them: another "
+            "combination is read differently by each library. Write it in full."
+        )

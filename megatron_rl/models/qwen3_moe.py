@@ -1,0 +1,95 @@
+"""Qwen3-MoE: grouped-query attention with normed queries and keys, routed experts in every layer.
+
+H hidden, NH query heads, G key-value heads, D head dim.
+"""
+
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.layouts.table import Block, Row, Table
+from megatron_rl.layouts.terms import Cols, Concat, HfTensor, PerGroup, Rows
+from megatron_rl.models.family import Architecture, Family, HfConfig, read, rotary
+from megatron_rl.models.rows import embedding, head, routed_experts, same
+
+SUPPORTED: dict[str, Any] = {
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
+
+
+def table(hf: HfConfig) -> Table:
+    """Every tensor."""
+    hidden, layers = read(hf, "hidden_size"), read(hf, "num_hidden_layers")
+    vocab = read(hf, "vocab_size")
+    rows = attention(hf) + moe(hf)
+    decoder = (
+        Block(i, f"model.layers.{i}.", "decoder.layers.{layer}.", f"model.layers.{i}.", rows) for i in range(layers)
+    )
+    return Table(vocab, layers, (embedding(vocab, hidden), *decoder, head(vocab, hidden)))
+
+
+def attention(hf: HfConfig) -> tuple[Row, ...]:
+    """Megatron interleaves q, k and v by key-value head and fuses the norm before them; SGLang stacks them."""
+    hidden, dim = read(hf, "hidden_size"), read(hf, "head_dim")
+    heads, groups = read(hf, "num_attention_heads"), read(hf, "num_key_value_heads")
+    q = HfTensor("self_attn.q_proj.weight", (heads * dim, hidden))
+    k = HfTensor("self_attn.k_proj.weight", (groups * dim, hidden))
+    v = HfTensor("self_attn.v_proj.weight", (groups * dim, hidden))
+    out = Cols(HfTensor("self_attn.o_proj.weight", (hidden, heads * dim)), "tp", unit=dim)
+    kv = (Rows(k, "tp", unit=dim, repeat=True), Rows(v, "tp", unit=dim, repeat=True))
+    return (
+        same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (hidden,)),
+        Row(
+            megatron={"self_attention.linear_qkv.weight": PerGroup((q, k, v), groups, "tp")},
+            sglang={"self_attn.qkv_proj.weight": Concat((Rows(q, "tp", unit=dim), *kv))},
+        ),
+        same("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", (dim,)),
+        same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", (dim,)),
+        Row(megatron={"self_attention.linear_proj.weight": out}, sglang={out.tensor.name: out}),
+    )
+
+
+def moe(hf: HfConfig) -> tuple[Row, ...]:
+    """Router and experts."""
+    hidden, experts = read(hf, "hidden_size"), read(hf, "num_experts")
+    return (
+        same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,)),
+        same("mlp.router.weight", "mlp.gate.weight", (experts, hidden)),
+        *routed_experts(experts, hidden, read(hf, "moe_intermediate_size")),
+    )
+
+
+def architecture(hf: HfConfig) -> Architecture:
+    """The model in megatron-core's words."""
+    base, scaling = rotary(hf)
+    if scaling is not None:
+        raise ConfigError(
+            f"config.json scales positions ({scaling}), which is not supported here. Remove rope_scaling."
+        )
+    config: dict[str, Any] = {
+        "num_layers": read(hf, "num_hidden_layers"),
+        "hidden_size": read(hf, "hidden_size"),
+        "num_attention_heads": read(hf, "num_attention_heads"),
+        "num_query_groups": read(hf, "num_key_value_heads"),
+        "kv_channels": read(hf, "head_dim"),
+        "ffn_hidden_size": read(hf, "intermediate_size"),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": read(hf, "rms_norm_eps"),
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "num_moe_experts": read(hf, "num_experts"),
+        "moe_ffn_hidden_size": read(hf, "moe_intermediate_size"),
+        "moe_router_topk": read(hf, "num_experts_per_tok"),
+        "moe_router_score_function": "softmax",
+        # Softmax after the choice is softmax before it, divided by the sum over the chosen.
+        "moe_router_pre_softmax": not read(hf, "norm_topk_prob"),
+    }
+    return Architecture(False, config, read(hf, "vocab_size"), base, read(hf, "max_position_embeddings"))
+
+
+FAMILY = Family(supported=SUPPORTED, architecture=architecture, table=table)

@@ -1,0 +1,1 @@
+"""How buckets of packed weights reach the processes that serve them."""

@@ -1,0 +1,111 @@
+"""The command line of an SGLang server: our settings, and the user's own options, checked by name."""
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import BackendError, ConfigError
+from megatron_rl.rollout.sglang_cpu.settings import CPU_FLAGS
+
+LOADER = "megatron_rl.rollout.receiver.load"
+"""The custom weight loader, as SGLang knows it."""
+
+SET_ELSEWHERE = {
+    "model_path": "model.path",
+    "tp_size": "rollout.tp",
+    "ep_size": "rollout.ep",
+    "dtype": "rollout.dtype",
+    "max_total_tokens": "rollout.max_total_tokens",
+    "max_running_requests": "rollout.max_running_requests",
+}
+OURS = ("host", "port", "custom_weight_loader", "weight_version", "skip_tokenizer_init", "device")
+"""Set by `command` for every server; another value would break it."""
+_SHORT = {"tp": "tp_size", "tensor_parallel_size": "tp_size", "ep": "ep_size", "expert_parallel_size": "ep_size"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """One server."""
+
+    name: str
+    """Of its process and log file: engine-0."""
+    model_path: str
+    """Hugging Face checkpoint it starts from."""
+    log_path: str
+    device: str
+    """`cpu` or "cuda"."""
+    tp: int = 1
+    ep: int = 1
+    dtype: str = "bfloat16"
+    max_total_tokens: int = 16_384
+    max_running_requests: int = 256
+    start_timeout_s: float = 240.0
+    request_timeout_s: float = 1800.0
+    port: int | None = None
+    """None takes a free one."""
+    sglang: Mapping[str, Any] = field(default_factory=dict)
+    """The user's own options."""
+
+
+def check_sglang_options(options: Mapping[str, Any]) -> None:
+    """Raises: ConfigError for an option that SGLang does not have, or that is set elsewhere. Reads source text only."""
+    known = _option_names()
+    for key in options:
+        name = _SHORT.get(key.replace("-", "_"), key.replace("-", "_"))
+        if name in SET_ELSEWHERE:
+            raise ConfigError(
+                f"rollout.sglang.{key} is set by {SET_ELSEWHERE[name]}. Set that one, and leave this out."
+            )
+        if name in OURS:
+            raise ConfigError(f"rollout.sglang.{key} is set by the rollout itself: weight sync needs it. Leave it out.")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"rollout.sglang.{key}: sglang.launch_server has no such option.{hint}")
+
+
+def _option_names() -> tuple[str, ...]:
+    """Names of SGLang's server arguments, without importing it, which takes seconds."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
+        raise BackendError("sglang is not installed in this environment. Run `make` to set it up.")
+    path = Path(package.submodule_search_locations[0]) / "srt" / "arg_groups" / "field_order.py"
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            return tuple(ast.literal_eval(node.value))
+    raise BackendError(f"{path} does not list SGLang's options: another version than the pinned one is installed.")
+
+
+def command(settings: ServerSettings, *, port: int) -> list[str]:
+    """Arguments of sglang.launch_server."""
+    flags: dict[str, Any] = {
+        "model-path": settings.model_path,
+        "host": "127.0.0.1",
+        "port": port,
+        "tp-size": settings.tp,
+        "ep-size": settings.ep,
+        "dtype": settings.dtype,
+        "max-total-tokens": settings.max_total_tokens,
+        "max-running-requests": settings.max_running_requests,
+        "custom-weight-loader": LOADER,
+        "weight-version": "0",
+        # Tokens in, tokens out.
+        "skip-tokenizer-init": True,
+        "log-level": "info",
+    }
+    if settings.device == "cpu":
+        flags |= CPU_FLAGS
+    flags |= {key.replace("_", "-"): value for key, value in settings.sglang.items()}
+    return [word for name, value in flags.items() for word in _words(name, value)]
+
+
+def _words(name: str, value: object) -> Iterator[str]:
+    if value is None or value is False:
+        return
+    yield f"--{name}"
+    if value is not True:
+        yield from (str(v) for v in (value if isinstance(value, list | tuple) else [value]))

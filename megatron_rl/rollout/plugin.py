@@ -1,0 +1,22 @@
+"""What we change in SGLang, through its own plugin entry point. Runs in every process of a server that we start.
+
+`plugin_site/` holds the entry point's metadata; only our servers have it on their path, so no other SGLang is touched.
+"""
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils import is_cpu
+
+from megatron_rl.rollout.receiver import report_instead_of_raising
+
+
+def activate() -> None:
+    """Register the hooks; SGLang applies them afterwards."""
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
+        report_instead_of_raising,
+        HookType.AROUND,
+    )
+    if is_cpu():
+        from megatron_rl.rollout.sglang_cpu.hooks import activate_cpu
+
+        activate_cpu()

@@ -1,0 +1,155 @@
+"""One SGLang server process: its start with a deadline, its own error text, and its end with all its children."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import requests
+
+from megatron_rl.errors import BackendError
+from megatron_rl.rollout.options import ServerSettings, command
+from megatron_rl.rollout.sglang_cpu.settings import STUBS, cpu_environment
+
+PLUGIN_SITE = Path(__file__).parent / "plugin_site"
+POLL_S = 0.1
+STOP_GRACE_S = 5.0
+"""For the server to end by itself, which frees SGLang's own shared memory; it is killed afterwards."""
+START_ATTEMPTS = 3
+"""A free port may be taken by another process before the server binds it."""
+LOG_TAIL_LINES = 15
+_ERROR_LINE = re.compile(
+    r"^(?:\[[^\]]*\] )?(?:.*: )?((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit): .+)"
+)
+_PORT_TAKEN = re.compile(r"address already in use|Port \d+ is already in use|port .* not available", re.IGNORECASE)
+_NO_PLUGIN = re.compile(r"Failed to (?:load|execute) (?:general )?plugin:? megatron_rl")
+
+
+class ServerProcess:
+    """A server in a process group of its own, which ends with this process, even when this process is killed."""
+
+    def __init__(self, settings: ServerSettings):
+        """Start it and wait until it is healthy.
+
+        Raises: BackendError with the server's own error text when it ends, or is not healthy in time.
+        """
+        self.settings = settings
+        self.url = ""
+        self.pid = 0
+        self._temporary = tempfile.mkdtemp(prefix="megatron-rl-engine-")
+        self._exit_code: int | None = None
+        self._ended = threading.Event()
+        for attempt in range(1, START_ATTEMPTS + 1):
+            port = settings.port or _free_port()
+            self.url = f"http://127.0.0.1:{port}"
+            try:
+                self._start(port)
+                self._wait_until_healthy()
+                return
+            except BaseException:
+                self.stop()
+                taken = _PORT_TAKEN.search(self._log())
+                if not taken or settings.port is not None or attempt == START_ATTEMPTS:
+                    raise
+
+    def _start(self, port: int) -> None:
+        """The process dies with the thread that starts it (PR_SET_PDEATHSIG), so that thread waits for its end."""
+        environment = self._environment()
+        arguments = [sys.executable, "-m", "megatron_rl.rollout.launch", str(os.getpid())]
+        started = threading.Event()
+        self._ended.clear()
+
+        def run() -> None:
+            with open(self.settings.log_path, "wb") as log:
+                process = subprocess.Popen(
+                    arguments + command(self.settings, port=port),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+            self.pid = process.pid
+            started.set()
+            self._exit_code = process.wait()
+            self._ended.set()
+
+        threading.Thread(target=run, name=f"{self.settings.name}-process", daemon=True).start()
+        started.wait()
+
+    def _environment(self) -> dict[str, str]:
+        settings = self.settings
+        Path(self._temporary).mkdir(exist_ok=True)
+        path = [str(PLUGIN_SITE), str(Path(__file__).parents[2])]
+        environment = dict(os.environ, TMPDIR=self._temporary, HF_HUB_OFFLINE="1", PYTHONUNBUFFERED="1")
+        if settings.device == "cpu":
+            environment |= cpu_environment(settings.tp)
+            path.append(str(STUBS))
+        if "PYTHONPATH" in environment:
+            path.append(environment["PYTHONPATH"])
+        return environment | {"PYTHONPATH": os.pathsep.join(path)}
+
+    def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + self.settings.start_timeout_s
+        while time.monotonic() < deadline:
+            if self._ended.is_set():
+                raise BackendError(f"{self.settings.name} did not start: {self.error_text()}")
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{self.url}/health", timeout=2).status_code == requests.codes.ok:
+                    break
+            time.sleep(POLL_S)
+        else:
+            raise BackendError(
+                f"{self.settings.name} was not healthy within rollout.start_timeout_s={self.settings.start_timeout_s:.0f}"
+                f": {self.error_text()} Raise the timeout if it was still loading."
+            )
+        if _NO_PLUGIN.search(self._log()):
+            raise BackendError(
+                f"{self.settings.name} runs without megatron_rl's plugin, so it could not take weights: {self.error_text()}"
+            )
+
+    def is_running(self) -> bool:
+        """Whether the server process lives."""
+        return self.pid > 0 and not self._ended.is_set()
+
+    def _log(self) -> str:
+        path = Path(self.settings.log_path)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def error_text(self) -> str:
+        """What the server itself said went wrong, how it ended, and where its log is."""
+        ended = f"It ended with exit code {self._exit_code}. " if self._ended.is_set() else ""
+        return f"{server_error(self._log())}\n{ended}Its log is {self.settings.log_path}."
+
+    def stop(self) -> None:
+        """End the server and every process of its group."""
+        if self.pid:
+            if not self._ended.is_set():
+                os.kill(self.pid, signal.SIGTERM)
+                self._ended.wait(STOP_GRACE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._ended.wait()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def server_error(log: str) -> str:
+    """The lines of a server's log that name its errors, each once; else the log's last lines."""
+    lines = log.splitlines()
+    errors = [m.group(1) for line in lines if (m := _ERROR_LINE.match(line))]
+    distinct = list(dict.fromkeys(errors))
+    return "\n".join(distinct[-3:]) if distinct else "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

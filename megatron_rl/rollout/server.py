@@ -1,0 +1,200 @@
+"""One SGLang server behind plain methods: tokens in, tokens and log-probabilities out, weights replaced in place.
+
+Runs as an actor; `fleet.py` is the driver's side. The message that `load_weights` sends is read by `receiver.py`.
+"""
+
+import base64
+import json
+import logging
+import pickle
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import requests
+import torch
+
+from megatron_rl.errors import BackendError, SyncError
+from megatron_rl.resharding.execute import Bucket, SyncSpec
+from megatron_rl.rollout.options import LOADER, ServerSettings
+from megatron_rl.rollout.process import ServerProcess
+from megatron_rl.types import Rollouts
+
+logger = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 600.0
+"""Until the server has answered a pause or a weight update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Prompts to be sampled together. R prompts, G samples of each."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    """R token lists."""
+    samples_per_prompt: int
+    seeds: tuple[int, ...]
+    """R * G, prompt after prompt; 63 bits each."""
+    max_tokens: int
+    temperature: float
+    """0 takes the most likely token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the controller learns of each sample of a request, prompt after prompt."""
+
+    response_tokens: tuple[int, ...]
+    finish: tuple[str, ...]
+    """`stop` or "length"."""
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one engine rank did with one version of the weights."""
+
+    received_bytes: int
+    needed_bytes: int
+    load_s: float
+
+
+class Server:
+    """Owns one server process."""
+
+    def __init__(self, settings: ServerSettings):
+        self.settings = settings
+        self._process: ServerProcess | None = None
+        self._http = requests.Session()
+        self._loading = False
+        self._broken: str | None = None
+        """Why the weights are neither one version nor the next."""
+
+    def start(self) -> int:
+        """Start the process and wait until it is healthy. Returns its pid. Raises: BackendError with its own error text."""
+        self._process = ServerProcess(self.settings)
+        return self._process.pid
+
+    def stop(self) -> None:
+        """End the process and all its children."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def generate(self, request: Request) -> tuple[Rollouts, Answers]:
+        """Sample. Rows of the rollouts are in the order of `request.seeds`; a response ends with its end token, if any.
+
+        Raises: BackendError when the server ends, refuses or takes too long; SyncError when a weight update failed.
+        """
+        if self._broken is not None:
+            raise SyncError(
+                f"{self.settings.name} holds a mixture of weights since a failed update: {self._broken} Push again first."
+            )
+        prompts = [list(p) for p in request.prompts for _ in range(request.samples_per_prompt)]
+        common = {"max_new_tokens": request.max_tokens, "temperature": request.temperature}
+        body = {
+            "input_ids": prompts,
+            "sampling_params": [{**common, "sampling_seed": seed} for seed in request.seeds],
+            "return_logprob": True,
+        }
+        results = self._post("/generate", body, timeout_s=self.settings.request_timeout_s)
+        answers = Answers(
+            response_tokens=tuple(len(r["output_ids"]) for r in results),
+            finish=tuple(_finish(r["meta_info"]) for r in results),
+            versions=tuple(int(r["meta_info"]["weight_version"]) for r in results),
+        )
+        return _pack(prompts, results), answers
+
+    def pause(self) -> None:
+        """Stop generating; running requests wait and lose their cached keys and values."""
+        self._post("/pause_generation", {"mode": "retract"})
+
+    def load_weights(self, spec: SyncSpec | None, plan_hash: str, buckets: Sequence[Bucket]) -> list[LoadReport]:
+        """Replace every weight by what lies in `buckets`; the server must be paused. One report per rank.
+
+        `spec` is needed the first time and when it changes. Raises: SyncError naming the engine rank; the server is
+        then marked and generates no more until a load succeeds.
+        """
+        message = {
+            "spec": None if spec is None else spec.to_json(),
+            "plan_hash": plan_hash,
+            "buckets": [[asdict(b) for b in buckets if b.dst_rank == rank] for rank in range(self.settings.tp)],
+        }
+        payload = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        serialized = pickle.dumps([("message", payload)])
+        update = {
+            "serialized_named_tensors": [base64.b64encode(serialized).decode()] * self.settings.tp,
+            "load_format": LOADER,
+            "flush_cache": False,
+        }
+        self._broken = "the update did not finish."
+        if self._loading:
+            self._post("/end_weight_update", {})
+        self._post("/begin_weight_update", {})
+        self._loading = True
+        try:
+            reports = json.loads(self._post("/update_weights_from_tensor", update)["message"])
+        except BackendError as error:
+            self._broken = str(error)
+            raise SyncError(f"{self.settings.name} did not take the weights: {error}") from error
+        self._post("/end_weight_update", {})
+        self._loading = False
+        return [LoadReport(**r) for r in reports]
+
+    def commit(self, version: int) -> None:
+        """Give the loaded weights their version, forget what the old ones cached, and generate again."""
+        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self._post("/flush_cache", None)
+        self._broken = None
+        self._post("/continue_generation", {})
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Per rank: parameter name -> checksum, computed by the server."""
+        answer = self._post("/weights_checker", {"action": "checksum"})
+        return [rank["checksums"] for rank in answer["ranks"]]
+
+    def _post(self, path: str, body: dict[str, Any] | None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        """JSON answer, or None. Raises: BackendError with the server's own text."""
+        if self._process is None:
+            raise BackendError(
+                f"{self.settings.name} is not running: {path} was called before start() or after stop()."
+            )
+        try:
+            response = self._http.post(self._process.url + path, json=body, timeout=timeout_s)
+        except requests.Timeout as error:
+            raise BackendError(
+                f"{self.settings.name} did not answer {path} within {timeout_s:.0f} s: {self._process.error_text()} "
+                "Raise rollout.request_timeout_s if it was still at work."
+            ) from error
+        except requests.RequestException as error:
+            raise BackendError(
+                f"{self.settings.name} ended during {path}: {self._process.error_text()} Resume with the same command."
+            ) from error
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        answer = response.json() if is_json else response.text
+        if response.status_code != requests.codes.ok:
+            text = answer.get("message") or answer.get("error") if isinstance(answer, dict) else answer
+            raise BackendError(f"{self.settings.name} refused {path} ({response.status_code}): {text}")
+        return answer
+
+
+def _finish(meta_info: dict[str, Any]) -> str:
+    reason = meta_info["finish_reason"]
+    if reason["type"] not in ("stop", "length"):
+        raise BackendError(f"A request was ended by the server: {reason}. Resume with the same command.")
+    return reason["type"]
+
+
+def _pack(prompts: Sequence[list[int]], results: Sequence[dict[str, Any]]) -> Rollouts:
+    rows = [p + r["output_ids"] for p, r in zip(prompts, results, strict=True)]
+    prompt_lengths = np.array([len(p) for p in prompts], dtype=np.int64)
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    logprobs = np.zeros(offsets[-1], dtype=np.float32)
+    for row, result in enumerate(results):
+        values = [entry[0] for entry in result["meta_info"]["output_token_logprobs"]]
+        assert len(values) == len(result["output_ids"]), (len(values), len(result["output_ids"]))
+        logprobs[offsets[row] + prompt_lengths[row] : offsets[row + 1]] = values
+    tokens = np.concatenate([np.asarray(row, dtype=np.int32) for row in rows])
+    return Rollouts(tokens=tokens, logprobs=logprobs, offsets=offsets, prompt_lengths=prompt_lengths)

@@ -1,0 +1,39 @@
+"""The four things SGLang 0.5.23 lacks to run its torch_native backend without a GPU."""
+
+import torch
+from sglang.srt.arg_groups import choices
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, _dispatch_mla_subtype
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+
+def activate_cpu() -> None:
+    """Register them."""
+    # Without a handler of its own torch_native gets triton's, whose prefill it cannot run on an MLA pool.
+    AttentionBackendRegistry.register("torch_native", _dispatch_mla_subtype)
+    # The default allocator pins host memory through CUDA.
+    ALLOC_MEMORY_FUNCS["cpu"] = _plain_host_tensor
+    choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+    choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
+    # It replaces torch's kernels by Triton ones for CUDA.
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
+        _do_nothing,
+        HookType.REPLACE,
+    )
+
+
+def _plain_host_tensor(
+    dims: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    pin_memory: bool,
+    allocator: object,
+    *_: object,
+    **__: object,
+) -> torch.Tensor:
+    return allocator.allocate(dims, dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+
+
+def _do_nothing(self: object) -> None:
+    return None

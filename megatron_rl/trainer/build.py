@@ -1,0 +1,173 @@
+"""Builds the model of one rank: megatron's config from the family's, the spec of the device, and its DDP wrapping."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron_rl.config import ParallelConfig, TrainerConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.models import Architecture
+from megatron_rl.trainer import attention, cpu, local_spec
+
+FIXED: dict[str, Any] = {
+    "activation_func": F.silu,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    # Sums over tokens, divided by the token count of the whole mini-batch at the end.
+    "calculate_per_token_loss": True,
+    # Every weight is read from the checkpoint.
+    "perform_initialization": False,
+    "moe_token_dispatcher_type": "alltoall",
+}
+DEFAULTS: dict[str, Any] = {
+    # Balancing is for pretraining: here it would move routers and biases without a reward.
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_bias_update_rate": 0.0,
+}
+"""May be changed by trainer.megatron."""
+ON_CPU: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    "moe_grouped_gemm": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "moe_permute_fusion": False,
+}
+ON_GPU: dict[str, Any] = {"moe_grouped_gemm": True}
+"""May be changed by trainer.megatron: recomputation, fusions and the like are the user's choice there."""
+
+
+def topology_of(parallel: ParallelConfig, *, world_size: int, num_layers: int) -> MegatronTopology:
+    """The ranks' places. Raises: LayoutError for an impossible cut."""
+    names = {f.name for f in dataclasses.fields(MegatronTopology)} - {"world_size", "num_layers"}
+    return MegatronTopology(world_size, num_layers, **{name: getattr(parallel, name) for name in names})
+
+
+def check_parallel(parallel: ParallelConfig) -> None:
+    """Raises: ConfigError for tensor parallelism without sequence parallelism."""
+    if parallel.tp > 1 and not parallel.sp:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} with parallel.sp=false: megatron refuses mixture-of-experts layers without "
+            "sequence parallelism, and MLA's gradients would be wrong. Set parallel.sp=true."
+        )
+    if parallel.sp and parallel.tp == 1:
+        raise ConfigError("parallel.sp=true with parallel.tp=1 has no effect. Set parallel.sp=false or raise parallel.tp.")
+
+
+def check_passthrough(options: Mapping[str, Any], taken: Mapping[str, Any]) -> None:
+    """Refuse names in trainer.megatron that megatron's config does not have or that are set elsewhere (`taken`).
+
+    Raises: ConfigError naming the nearest field, or where the value comes from.
+    """
+    known = {f.name for f in dataclasses.fields(MLATransformerConfig) if f.init}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"trainer.megatron.{name}: megatron's TransformerConfig has no such field.{hint}")
+        if name in taken:
+            raise ConfigError(
+                f"trainer.megatron.{name} is already set, to {taken[name]!r}, from the model's config.json, parallel.*, "
+                "trainer.* or the device. Change it there, or remove it here."
+            )
+
+
+def transformer_config(
+    model: Architecture, parallel: ParallelConfig, trainer: TrainerConfig, *, has_cuda: bool
+) -> TransformerConfig:
+    """megatron's config of this model on these ranks. Raises: ConfigError when megatron or we refuse a value."""
+    check_parallel(parallel)
+    dtype = getattr(torch, trainer.dtype)
+    taken: dict[str, Any] = {
+        **model.megatron,
+        **FIXED,
+        **({} if has_cuda else ON_CPU),
+        "tensor_model_parallel_size": parallel.tp,
+        "sequence_parallel": parallel.sp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+    }
+    if parallel.vpp is not None:
+        # With batched sends and interleaved chunks, gradients arrive at the wrong chunk, silently.
+        taken |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    check_passthrough(trainer.megatron, taken)
+    cls = MLATransformerConfig if model.mla else TransformerConfig
+    values = {**DEFAULTS, **(ON_GPU if has_cuda else {}), **trainer.megatron, **taken}
+    try:
+        return cls(**values)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"megatron-core refuses this configuration: {error}. Change trainer.megatron or parallel.*."
+        ) from error
+
+
+def start_megatron(parallel: ParallelConfig, *, seed: int) -> bool:
+    """Make this process, already in torch's process group, one of megatron's ranks. Returns: whether it has a GPU."""
+    has_cuda = not cpu.install()
+    if not has_cuda:
+        local_spec.install()
+        attention.install()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return has_cuda
+
+
+def build_chunks(
+    model: Architecture, config: TransformerConfig, topology: MegatronTopology, *, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """This rank's model, one chunk per virtual pipeline stage, wrapped for data parallelism. Weights are not set yet."""
+    vpp = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, bucket_size=None
+    )
+    for i in range(vpp or 1):
+        stage = None if vpp is None else i
+        place = {} if vpp is None else {"ignore_virtual": False, "vp_stage": i}
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage),
+            vocab_size=topology.padded_vocab(model.vocab_size),
+            max_sequence_length=model.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tied,
+            position_embedding_type="rope",
+            rotary_base=model.rotary_base,
+            vp_stage=stage,
+        )
+        chunk.cuda()
+        chunks.append(DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0))
+    config.finalize_model_grads_func = finalize_model_grads
+    return chunks

@@ -1,0 +1,89 @@
+"""What a rank saves to resume bit for bit: weights through megatron's distributed checkpoints, the rest in its own file."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError, DataError
+
+Chunks = Sequence[torch.nn.Module]
+
+
+def save_weights(directory: Path, chunks: Chunks) -> None:
+    """Write the weights so that any layout can read them; every rank calls this."""
+    if torch.distributed.get_rank() == 0:
+        directory.mkdir(parents=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(_sharded(chunks), str(directory))
+
+
+def load_weights(directory: Path, chunks: Chunks) -> None:
+    """Read what `save_weights` wrote, on this or another layout; every rank calls this."""
+    if not directory.is_dir():
+        raise DataError(f"{directory} does not exist: this is no checkpoint of ours. Resume from another, or start anew.")
+    loaded = dist_checkpointing.load(_sharded(chunks), str(directory))
+    for i, chunk in enumerate(chunks):
+        missing, unexpected = chunk.module.load_state_dict(loaded[f"chunk{i}"], strict=False)
+        wrong = [name for name in [*missing, *unexpected] if not name.endswith("_extra_state")]
+        assert not wrong, wrong
+
+
+def _sharded(chunks: Chunks) -> dict[str, Any]:
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return {f"chunk{i}": chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+
+
+def rank_state(optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Optimizer, scheduler and random state of this rank; tensors are the live ones."""
+    return {
+        "optimizers": [_optimizer_state(o) for o in optimizer.chained_optimizers],
+        "scheduler": scheduler.state_dict(),
+        "random": {
+            "cpu": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        },
+    }
+
+
+@torch.no_grad()
+def load_rank_state(state: Mapping[str, Any], optimizer: Any, scheduler: Any) -> None:
+    """Put back what `rank_state` gave, on the same layout."""
+    for one, saved in zip(optimizer.chained_optimizers, state["optimizers"], strict=True):
+        if saved is None:
+            continue
+        # torch's own load: megatron's gives all parameters one `step` tensor, which then counts once for each of them.
+        one.optimizer.load_state_dict(saved["inner"])
+        for parameter, value in zip(_main_parameters(one), saved["parameters"], strict=True):
+            parameter.copy_(value)
+    scheduler.load_state_dict(state["scheduler"])
+    torch.set_rng_state(state["random"]["cpu"])
+    if state["random"]["cuda"] is not None:
+        torch.cuda.set_rng_state(state["random"]["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["random"]["tracker"])
+
+
+def _optimizer_state(optimizer: Any) -> dict[str, Any] | None:
+    if optimizer.is_stub_optimizer:
+        return None
+    return {"inner": optimizer.optimizer.state_dict(), "parameters": [p.detach() for p in _main_parameters(optimizer)]}
+
+
+def _main_parameters(optimizer: Any) -> list[Tensor]:
+    """What the inner optimizer updates: float32 copies, this rank's shards of them when they are distributed."""
+    return [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+
+
+def check_same_layout(saved: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
+    """Raises: ConfigError when the optimizer was saved under another layout."""
+    changed = {key: (saved.get(key), value) for key, value in now.items() if saved.get(key) != value}
+    if changed:
+        text = ", ".join(f"{key} was {a}, is {b}" for key, (a, b) in changed.items())
+        raise ConfigError(
+            f"{directory} holds optimizer state of another layout: {text}. Its shards do not fit these ranks. Resume with "
+            "the saved values, or start a new run from an export of these weights (model.path)."
+        )

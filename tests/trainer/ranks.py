@@ -1,0 +1,66 @@
+"""Runs a function on several real ranks at once: forked from this process, which has imported torch and megatron."""
+
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import megatron_rl.trainer.worker  # noqa: F401 # imported before forking: once, not once a rank
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """[function(rank, *args) for each rank], each in its own process.
+
+    Raises: what the first failing rank raised, or TimeoutError; no process is left.
+    """
+    children = [_fork(function, rank, args) for rank in range(world_size)]
+    results: dict[int, Any] = {}
+    buffers: dict[int, bytes] = dict.fromkeys(range(world_size), b"")
+    deadline = time.monotonic() + timeout_s
+    try:
+        while len(results) < world_size:
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(children) if rank not in results}
+            ready, _, _ = select.select(list(waiting), [], [], max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not finish within {timeout_s} s")
+            for pipe in ready:
+                rank = waiting[pipe]
+                if data := os.read(pipe, 1 << 20):
+                    buffers[rank] += data
+                    continue
+                if not buffers[rank]:
+                    raise RuntimeError(f"rank {rank} died")
+                ok, value = pickle.loads(buffers[rank])
+                if not ok:
+                    raise value
+                results[rank] = value
+    finally:
+        for pid, pipe in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(pipe)
+    return [results[rank] for rank in range(world_size)]
+
+
+def _fork(function: Callable[..., Any], rank: int, args: Sequence[Any]) -> tuple[int, int]:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        return pid, read
+    try:
+        answer = (True, function(rank, *args))
+    except BaseException as error:  # noqa: BLE001 # carried to the test
+        traceback.print_exc(file=sys.__stderr__)
+        error.__traceback__ = None
+        answer = (False, error)
+    try:
+        with os.fdopen(write, "wb") as pipe:
+            pickle.dump(answer, pipe)
+    finally:
+        os._exit(0)

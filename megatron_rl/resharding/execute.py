@@ -5,20 +5,15 @@ what one trainer rank sends to one engine rank: the plan's rectangles in order, 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.errors import LayoutError, SyncError
 from megatron_rl.layouts.boxes import TensorLayout
-from megatron_rl.layouts.compile import megatron_layouts, sglang_layouts
-from megatron_rl.layouts.megatron_topology import MegatronTopology
-from megatron_rl.layouts.sglang_topology import SglangTopology
-from megatron_rl.models import load_table
-from megatron_rl.resharding.plan import Copy, make_plan, plan_hash
+from megatron_rl.resharding.plan import Copy
+from megatron_rl.resharding.spec import Bucket, SyncSpec, compile_sync
 from megatron_rl.resharding.transport.shm import AttachedBuffer, SharedBuffer
 
 ALIGN_BYTES = 16
@@ -26,65 +21,8 @@ ALIGN_BYTES = 16
 DIFFERENCES_SHOWN = 8
 
 
-@dataclass(frozen=True, slots=True)
-class SyncSpec:
-    """All that both sides need to compute the same plan."""
-
-    hf_config: dict[str, Any]
-    trainer: MegatronTopology
-    engine: SglangTopology
-    trainer_dtype: str
-    engine_dtype: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` is the inverse."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "SyncSpec":
-        """What `to_json` wrote."""
-        topologies = {"trainer": MegatronTopology(**value["trainer"]), "engine": SglangTopology(**value["engine"])}
-        return cls(**{**value, **topologies})
-
-
-@dataclass(frozen=True, slots=True)
-class SyncPlan:
-    """The copies of one spec, and the layouts they lie between."""
-
-    sources: dict[int, tuple[TensorLayout, ...]]
-    destinations: dict[int, tuple[TensorLayout, ...]]
-    copies: tuple[Copy, ...]
-    hash: str
-
-
-def compile_sync(spec: SyncSpec) -> SyncPlan:
-    """Layouts of every rank of both sides, and the plan between them."""
-    table = load_table(spec.hf_config)
-    sources = {
-        rank: megatron_layouts(table, spec.trainer, rank, dtype=spec.trainer_dtype)
-        for rank in range(spec.trainer.world_size)
-    }
-    destinations = {
-        rank: sglang_layouts(table, spec.engine, rank, dtype=spec.engine_dtype) for rank in range(spec.engine.tp)
-    }
-    copies = make_plan(sources, destinations)
-    return SyncPlan(sources, destinations, copies, plan_hash(copies))
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Where one trainer rank's part of one engine rank's weights lies."""
-
-    src_rank: int
-    dst_rank: int
-    path: str
-    nbytes: int
-    digest: str
-    """xxh3-128 of the bucket."""
-
-
 def copy_view(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """View of the rectangle at `offset`; one more offset than dims in `shape` means a leading slot, which is dropped."""
+    """View of the rectangle at `offset`; with one more offset than `shape` has dims, the first is a slot to drop."""
     if len(offset) == len(shape) + 1:
         tensor, offset = tensor[offset[0]], offset[1:]
     assert tensor.dim() == len(shape), (tuple(tensor.shape), tuple(offset), tuple(shape))
@@ -94,7 +32,7 @@ def copy_view(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Te
 
 
 def check_tensors(tensors: Mapping[str, Tensor], layouts: Sequence[TensorLayout], *, whose: str) -> None:
-    """Raises: LayoutError when names, shapes or dtypes of `tensors` are not those of `layouts`; lists the differences."""
+    """Raises: LayoutError listing how names, shapes or dtypes of `tensors` differ from those of `layouts`."""
     declared = {t.name: t for t in layouts}
     wrong = [f"{name} is not in the layout table" for name in tensors if name not in declared]
     for name, layout in declared.items():
@@ -169,7 +107,8 @@ class Sender:
         if self._views:
             torch._foreach_copy_(self._views, self._sources)
         return tuple(
-            Bucket(self.rank, dst, buffer.path, buffer.nbytes, buffer.digest()) for dst, buffer in self._buffers.items()
+            Bucket(self.rank, dst, buffer.path, buffer.nbytes, self.plan.hash, buffer.digest())
+            for dst, buffer in self._buffers.items()
         )
 
     def close(self) -> None:
@@ -208,21 +147,23 @@ class Receiver:
         """Of this rank's parameters, padding left out."""
 
     @torch.no_grad()
-    def load(self, buckets: Sequence[Bucket], *, hash: str) -> int:
+    def load(self, buckets: Sequence[Bucket]) -> int:
         """Check every bucket, then write all of them into the parameters. Returns the bytes written.
 
         Raises: SyncError when the plan, a sender or a digest is not the expected one; nothing is written then.
         """
-        if hash != self.plan.hash:
+        senders = sorted(b.src_rank for b in buckets)
+        if senders != sorted(self._copies):
             raise SyncError(
-                f"engine rank {self.rank} computed plan {self.plan.hash}, the trainer packed by plan {hash}: both sides "
-                "must run the same version of megatron_rl."
+                f"engine rank {self.rank} got buckets from trainer ranks {senders}, and needs them from "
+                f"{sorted(self._copies)}: a sender is missing. Pass on the buckets of every trainer rank."
             )
-        if sorted(b.src_rank for b in buckets) != sorted(self._copies):
-            raise SyncError(
-                f"engine rank {self.rank} got buckets from trainer ranks {sorted(b.src_rank for b in buckets)} and needs "
-                f"them from {sorted(self._copies)}."
-            )
+        for bucket in buckets:
+            if bucket.plan_hash != self.plan.hash:
+                raise SyncError(
+                    f"engine rank {self.rank} computed plan {self.plan.hash}, trainer rank {bucket.src_rank} packed by "
+                    f"plan {bucket.plan_hash}: give both the same spec and the same version of megatron_rl."
+                )
         self._attach(buckets)
         for bucket in buckets:
             self._check(bucket)

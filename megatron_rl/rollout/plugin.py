@@ -3,6 +3,9 @@
 `plugin_site/` holds the entry point's metadata; only our servers have it on their path, so no other SGLang is touched.
 """
 
+import tempfile
+from pathlib import Path
+
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils import is_cpu
 
@@ -16,7 +19,13 @@ def activate() -> None:
         report_instead_of_raising,
         HookType.AROUND,
     )
+    HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", _in_temporary_directory, HookType.REPLACE)
     if is_cpu():
         from megatron_rl.rollout.sglang_cpu.hooks import activate_cpu
 
         activate_cpu()
+
+
+def _in_temporary_directory(ipc_name: str) -> str:
+    """SGLang keeps this file of load figures in /dev/shm and leaves it behind; ours goes with the server's TMPDIR."""
+    return str(Path(tempfile.gettempdir()) / f"sglang_loads_{Path(ipc_name).name}")

@@ -22,7 +22,9 @@ from megatron_rl.rollout.sglang_cpu.settings import STUBS, cpu_environment
 PLUGIN_SITE = Path(__file__).parent / "plugin_site"
 POLL_S = 0.1
 STOP_GRACE_S = 5.0
-"""For the server to end by itself, which frees SGLang's own shared memory; it is killed afterwards."""
+"""For the server to end by itself, and then for its resource tracker to free shared memory; the rest is killed."""
+TEMPORARY = "megatron-rl-engine-"
+"""Of the server's TMPDIR, followed by the owner's pid."""
 START_ATTEMPTS = 3
 """A free port may be taken by another process before the server binds it."""
 LOG_TAIL_LINES = 15
@@ -44,7 +46,8 @@ class ServerProcess:
         self.settings = settings
         self.url = ""
         self.pid = 0
-        self._temporary = tempfile.mkdtemp(prefix="megatron-rl-engine-")
+        _remove_leftovers()
+        self._temporary = tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-")
         self._exit_code: int | None = None
         self._ended = threading.Event()
         for attempt in range(1, START_ATTEMPTS + 1):
@@ -107,13 +110,14 @@ class ServerProcess:
                     break
             time.sleep(POLL_S)
         else:
+            limit = self.settings.start_timeout_s
             raise BackendError(
-                f"{self.settings.name} was not healthy within rollout.start_timeout_s={self.settings.start_timeout_s:.0f}"
-                f": {self.error_text()} Raise the timeout if it was still loading."
+                f"{self.settings.name} was not healthy within rollout.start_timeout_s={limit:.0f}: {self.error_text()} "
+                "Raise the timeout if it was still loading."
             )
         if _NO_PLUGIN.search(self._log()):
             raise BackendError(
-                f"{self.settings.name} runs without megatron_rl's plugin, so it could not take weights: {self.error_text()}"
+                f"{self.settings.name} runs without megatron_rl's plugin, so it takes no weights: {self.error_text()}"
             )
 
     def is_running(self) -> bool:
@@ -136,6 +140,10 @@ class ServerProcess:
                 os.kill(self.pid, signal.SIGTERM)
                 self._ended.wait(STOP_GRACE_S)
             with contextlib.suppress(ProcessLookupError):
+                deadline = time.monotonic() + STOP_GRACE_S
+                while self._ended.is_set() and time.monotonic() < deadline:
+                    os.killpg(self.pid, 0)
+                    time.sleep(POLL_S / 2)
                 os.killpg(self.pid, signal.SIGKILL)
             self._ended.wait()
         shutil.rmtree(self._temporary, ignore_errors=True)
@@ -147,6 +155,14 @@ def server_error(log: str) -> str:
     errors = [m.group(1) for line in lines if (m := _ERROR_LINE.match(line))]
     distinct = list(dict.fromkeys(errors))
     return "\n".join(distinct[-3:]) if distinct else "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+def _remove_leftovers() -> None:
+    """Temporary directories of owners that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+        owner = path.name.removeprefix(TEMPORARY).partition("-")[0]
+        if not Path("/proc", owner).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _free_port() -> int:

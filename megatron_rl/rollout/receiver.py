@@ -1,12 +1,13 @@
 """Runs inside SGLang's scheduler processes: takes a new version of the weights out of shared memory.
 
-A message is JSON in a one-tensor payload: {"spec", "plan_hash", "buckets": [one list per engine rank]}. `spec` is there
+A message is JSON in a one-tensor payload: {"spec", "buckets": [one list per engine rank]}. `spec` is there
 when it changed. Errors go back to the caller, by rank, and the server lives on: paused, until a push succeeds.
 """
 
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
 
 from megatron_rl.errors import SyncError
-from megatron_rl.resharding.execute import Bucket, Receiver, SyncSpec
+from megatron_rl.resharding.execute import Receiver
+from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec
 from megatron_rl.rollout.options import LOADER
 
 _STATE = "_megatron_rl"
@@ -35,15 +37,11 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     if "receiver" not in state:
         raise SyncError(f"engine rank {rank} has no plan yet: the first message to a server must carry the spec.")
     receiver: Receiver = state["receiver"]
-    received = receiver.load([Bucket(**b) for b in message["buckets"][rank]], hash=message["plan_hash"])
+    received = receiver.load([Bucket(**b) for b in message["buckets"][rank]])
     if hasattr(model, "post_load_weights"):
         # MLA attends with matrices derived from kv_b_proj; SGLang does not refresh them after a custom loader.
         model.post_load_weights()
-    state["report"] = {
-        "received_bytes": received,
-        "needed_bytes": receiver.needed_bytes,
-        "load_s": time.perf_counter() - start,
-    }
+    state["report"] = asdict(LoadReport(received, receiver.needed_bytes, time.perf_counter() - start))
 
 
 def report_instead_of_raising(

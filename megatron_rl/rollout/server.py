@@ -16,7 +16,7 @@ import requests
 import torch
 
 from megatron_rl.errors import BackendError, SyncError
-from megatron_rl.resharding.execute import Bucket, SyncSpec
+from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec
 from megatron_rl.rollout.options import LOADER, ServerSettings
 from megatron_rl.rollout.process import ServerProcess
 from megatron_rl.types import Rollouts
@@ -51,15 +51,6 @@ class Answers:
     versions: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What one engine rank did with one version of the weights."""
-
-    received_bytes: int
-    needed_bytes: int
-    load_s: float
-
-
 class Server:
     """Owns one server process."""
 
@@ -68,11 +59,13 @@ class Server:
         self._process: ServerProcess | None = None
         self._http = requests.Session()
         self._loading = False
+        self._spec: SyncSpec | None = None
+        """The one that the server's ranks have a plan for."""
         self._broken: str | None = None
         """Why the weights are neither one version nor the next."""
 
     def start(self) -> int:
-        """Start the process and wait until it is healthy. Returns its pid. Raises: BackendError with its own error text."""
+        """Start the process, wait until it is healthy, return its pid. Raises: BackendError with its own error text."""
         self._process = ServerProcess(self.settings)
         return self._process.pid
 
@@ -89,7 +82,7 @@ class Server:
         """
         if self._broken is not None:
             raise SyncError(
-                f"{self.settings.name} holds a mixture of weights since a failed update: {self._broken} Push again first."
+                f"{self.settings.name} may hold a mixture of weights: {self._broken} Push a version before generating."
             )
         prompts = [list(p) for p in request.prompts for _ in range(request.samples_per_prompt)]
         common = {"max_new_tokens": request.max_tokens, "temperature": request.temperature}
@@ -110,36 +103,34 @@ class Server:
         """Stop generating; running requests wait and lose their cached keys and values."""
         self._post("/pause_generation", {"mode": "retract"})
 
-    def load_weights(self, spec: SyncSpec | None, plan_hash: str, buckets: Sequence[Bucket]) -> list[LoadReport]:
+    def load_weights(self, spec: SyncSpec, buckets: Sequence[Bucket]) -> list[LoadReport]:
         """Replace every weight by what lies in `buckets`; the server must be paused. One report per rank.
 
-        `spec` is needed the first time and when it changes. Raises: SyncError naming the engine rank; the server is
-        then marked and generates no more until a load succeeds.
+        Raises: SyncError naming the engine rank; the server then generates no more until a load has succeeded.
         """
         message = {
-            "spec": None if spec is None else spec.to_json(),
-            "plan_hash": plan_hash,
+            "spec": None if spec == self._spec else spec.to_json(),
             "buckets": [[asdict(b) for b in buckets if b.dst_rank == rank] for rank in range(self.settings.tp)],
         }
         payload = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        serialized = pickle.dumps([("message", payload)])
+        serialized = base64.b64encode(pickle.dumps([("message", payload)])).decode()
         update = {
-            "serialized_named_tensors": [base64.b64encode(serialized).decode()] * self.settings.tp,
+            "serialized_named_tensors": [serialized] * self.settings.tp,
             "load_format": LOADER,
             "flush_cache": False,
         }
-        self._broken = "the update did not finish."
-        if self._loading:
-            self._post("/end_weight_update", {})
-        self._post("/begin_weight_update", {})
-        self._loading = True
+        self._broken, self._spec = "an update did not finish.", None
         try:
+            if self._loading:
+                self._post("/end_weight_update", {})
+            self._post("/begin_weight_update", {})
+            self._loading = True
             reports = json.loads(self._post("/update_weights_from_tensor", update)["message"])
+            self._post("/end_weight_update", {})
         except BackendError as error:
             self._broken = str(error)
             raise SyncError(f"{self.settings.name} did not take the weights: {error}") from error
-        self._post("/end_weight_update", {})
-        self._loading = False
+        self._loading, self._spec = False, spec
         return [LoadReport(**r) for r in reports]
 
     def commit(self, version: int) -> None:

@@ -53,15 +53,15 @@ class AttachedBuffer:
                 self._memory = mmap.mmap(file.fileno(), nbytes)
         except OSError as error:
             raise SyncError(
-                f"The shared memory {path} cannot be opened ({error}): the trainer rank that wrote it has ended or runs "
-                "as another user or on another machine. Start both sides on one machine as one user."
+                f"The shared memory {path} cannot be opened ({error}): the trainer rank that wrote it has ended, "
+                "or runs as another user or on another machine. Start both sides on one machine as one user."
             ) from error
         self._path, self._inode = path, status.st_ino
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         """uint8 [nbytes]; not to be written."""
 
     def is_stale(self) -> bool:
-        """Whether `path` no longer names the memory mapped here: its owner ended, and another may have taken its place."""
+        """Whether its path no longer names the memory mapped here, because the owner ended."""
         try:
             return os.stat(self._path).st_ino != self._inode
         except OSError:

@@ -1,4 +1,4 @@
-"""Flags and environment of a server without a GPU. The only place where starting one differs from starting one on GPUs."""
+"""Flags and environment of a server without a GPU: the only place where its start differs from one on GPUs."""
 
 import os
 from pathlib import Path

@@ -1,0 +1,81 @@
+"""What both sides of a weight sync share: the spec that they compute one plan from, and what travels between them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_rl.layouts.boxes import TensorLayout
+from megatron_rl.layouts.compile import megatron_layouts, sglang_layouts
+from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.models import load_table
+from megatron_rl.resharding.plan import Copy, make_plan, plan_hash
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSpec:
+    """All that both sides need to compute the same plan."""
+
+    hf_config: dict[str, Any]
+    trainer: MegatronTopology
+    engine: SglangTopology
+    trainer_dtype: str
+    engine_dtype: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "SyncSpec":
+        """What `to_json` wrote."""
+        topologies = {"trainer": MegatronTopology(**value["trainer"]), "engine": SglangTopology(**value["engine"])}
+        return cls(**{**value, **topologies})
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPlan:
+    """The copies of one spec, and the layouts they lie between."""
+
+    sources: dict[int, tuple[TensorLayout, ...]]
+    destinations: dict[int, tuple[TensorLayout, ...]]
+    copies: tuple[Copy, ...]
+    hash: str
+
+
+def compile_sync(spec: SyncSpec) -> SyncPlan:
+    """Layouts of every rank of both sides, and the plan between them."""
+    table = load_table(spec.hf_config)
+    sources = {
+        rank: megatron_layouts(table, spec.trainer, rank, dtype=spec.trainer_dtype)
+        for rank in range(spec.trainer.world_size)
+    }
+    destinations = {
+        rank: sglang_layouts(table, spec.engine, rank, dtype=spec.engine_dtype) for rank in range(spec.engine.tp)
+    }
+    copies = make_plan(sources, destinations)
+    return SyncPlan(sources, destinations, copies, plan_hash(copies))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Where one trainer rank's part of one engine rank's weights lies."""
+
+    src_rank: int
+    dst_rank: int
+    path: str
+    nbytes: int
+    plan_hash: str
+    """Of the plan it was packed by."""
+    digest: str
+    """xxh3-128 of the bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one engine rank did with one version of the weights."""
+
+    received_bytes: int
+    needed_bytes: int
+    """Of the rank's parameters, padding left out."""
+    load_s: float

@@ -1,16 +1,12 @@
-"""DeepSeek-V3 and what shares its architecture (R1, Kimi-K2): latent attention, shared and routed experts.
-
-H hidden, NH heads, QL and KL ranks of the query and key-value latents, N and R head dims without and with position,
-VD value head dim.
-"""
+"""DeepSeek-V3 and what shares its architecture (R1, Kimi-K2): latent attention, shared and routed experts."""
 
 from typing import Any
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layouts.table import Block, Row, Table
+from megatron_rl.layouts.table import Row, Table
 from megatron_rl.layouts.terms import Cols, Concat, HfTensor, Rep, Rows
-from megatron_rl.models.family import Architecture, Family, HfConfig, only_keys, read, rotary
-from megatron_rl.models.rows import embedding, gated_mlp, head, routed_experts, same
+from megatron_rl.models.family import COMMON, FIXED, Architecture, Family, HfConfig, only_keys, read, rename, rotary
+from megatron_rl.models.rows import decoder, embedding, gated_mlp, head, routed_experts, same
 
 SUPPORTED: dict[str, Any] = {
     "attention_bias": False,
@@ -22,6 +18,15 @@ SUPPORTED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "topk_method": "noaux_tc",
 }
+NAMES = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "num_moe_experts": "n_routed_experts",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+}
 YARN = ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
@@ -29,13 +34,9 @@ def table(hf: HfConfig) -> Table:
     """Every tensor of the main model; the multi-token prediction layers after it are not carried."""
     hidden, layers = read(hf, "hidden_size"), read(hf, "num_hidden_layers")
     vocab = read(hf, "vocab_size")
-    blocks = [embedding(vocab, hidden)]
-    for i in range(layers):
-        mlp = moe(hf) if i >= read(hf, "first_k_dense_replace") else dense(hf)
-        blocks.append(
-            Block(i, f"model.layers.{i}.", "decoder.layers.{layer}.", f"model.layers.{i}.", attention(hf) + mlp)
-        )
-    return Table(vocab, layers, (*blocks, head(vocab, hidden)))
+    first_moe = read(hf, "first_k_dense_replace")
+    rows = [attention(hf) + (moe(hf) if i >= first_moe else dense(hf)) for i in range(layers)]
+    return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), head(vocab, hidden)))
 
 
 def attention(hf: HfConfig) -> tuple[Row, ...]:
@@ -48,21 +49,20 @@ def attention(hf: HfConfig) -> tuple[Row, ...]:
     q_b = Rows(HfTensor("self_attn.q_b_proj.weight", (heads * (nope + rope), q_rank)), "tp", unit=nope + rope)
     kv_b = Rows(HfTensor("self_attn.kv_b_proj.weight", (heads * (nope + value), kv_rank)), "tp", unit=nope + value)
     out = Cols(HfTensor("self_attn.o_proj.weight", (hidden, heads * value)), "tp", unit=value)
-    megatron = "self_attention."
     return (
         same("input_layernorm.weight", "input_layernorm.weight", (hidden,)),
         Row(
             megatron={
-                f"{megatron}linear_q_down_proj.weight": Rep(q_a),
-                f"{megatron}linear_kv_down_proj.weight": Rep(kv_a),
+                "self_attention.linear_q_down_proj.weight": Rep(q_a),
+                "self_attention.linear_kv_down_proj.weight": Rep(kv_a),
             },
             sglang={"self_attn.fused_qkv_a_proj_with_mqa.weight": Concat((Rep(q_a), Rep(kv_a)))},
         ),
-        same(f"{megatron}linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", (q_rank,)),
-        same(f"{megatron}linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", (kv_rank,)),
-        Row(megatron={f"{megatron}linear_q_up_proj.weight": q_b}, sglang={q_b.tensor.name: q_b}),
-        Row(megatron={f"{megatron}linear_kv_up_proj.weight": kv_b}, sglang={kv_b.tensor.name: kv_b}),
-        Row(megatron={f"{megatron}linear_proj.weight": out}, sglang={out.tensor.name: out}),
+        same("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", (q_rank,)),
+        same("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", (kv_rank,)),
+        Row(megatron={"self_attention.linear_q_up_proj.weight": q_b}, sglang={q_b.tensor.name: q_b}),
+        Row(megatron={"self_attention.linear_kv_up_proj.weight": kv_b}, sglang={kv_b.tensor.name: kv_b}),
+        Row(megatron={"self_attention.linear_proj.weight": out}, sglang={out.tensor.name: out}),
     )
 
 
@@ -89,33 +89,23 @@ def architecture(hf: HfConfig) -> Architecture:
     """The model in megatron-core's words."""
     base, scaling = rotary(hf)
     layers, first = read(hf, "num_hidden_layers"), read(hf, "first_k_dense_replace")
-    config: dict[str, Any] = {
-        "num_layers": layers,
-        "hidden_size": read(hf, "hidden_size"),
-        "num_attention_heads": read(hf, "num_attention_heads"),
-        "ffn_hidden_size": read(hf, "intermediate_size"),
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": read(hf, "rms_norm_eps"),
-        "qk_layernorm": True,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "q_lora_rank": read(hf, "q_lora_rank"),
-        "kv_lora_rank": read(hf, "kv_lora_rank"),
-        "qk_head_dim": read(hf, "qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": read(hf, "qk_rope_head_dim"),
-        "v_head_dim": read(hf, "v_head_dim"),
-        "num_moe_experts": read(hf, "n_routed_experts"),
+    config = {
+        **FIXED,
+        **rename(hf, COMMON | NAMES),
         "moe_layer_freq": [int(i >= first) for i in range(layers)],
-        "moe_ffn_hidden_size": read(hf, "moe_intermediate_size"),
         "moe_shared_expert_intermediate_size": read(hf, "moe_intermediate_size") * read(hf, "n_shared_experts"),
-        "moe_router_topk": read(hf, "num_experts_per_tok"),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": read(hf, "routed_scaling_factor"),
         **_groups(hf),
         **_yarn(base, scaling),
     }
-    return Architecture(True, config, read(hf, "vocab_size"), base, read(hf, "max_position_embeddings"))
+    return Architecture(
+        mla=True,
+        megatron=config,
+        vocab_size=read(hf, "vocab_size"),
+        rotary_base=base,
+        max_position_embeddings=read(hf, "max_position_embeddings"),
+    )
 
 
 def _groups(hf: HfConfig) -> dict[str, int]:

@@ -9,6 +9,19 @@ from megatron_rl.layouts.table import Table
 
 HfConfig = dict[str, Any]
 
+COMMON = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "layernorm_epsilon": "rms_norm_eps",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_router_topk": "num_experts_per_tok",
+}
+"""megatron-core's name of an HF key, for `rename`."""
+FIXED = {"normalization": "RMSNorm", "gated_linear_unit": True, "qk_layernorm": True, "add_bias_linear": False}
+"""What the families here have in common without saying it in config.json."""
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -37,18 +50,23 @@ class Family:
 
 
 def read(hf: HfConfig, key: str) -> Any:
-    """A value that the model cannot be built without. Raises: ConfigError when config.json lacks it."""
-    if key not in hf:
+    """A value that the model cannot be built without. Raises: ConfigError when config.json lacks it or says null."""
+    if hf.get(key) is None:
         raise ConfigError(
             f"config.json of {hf['architectures'][0]} has no {key!r}: the model's shape is unknown. Add it."
         )
     return hf[key]
 
 
+def rename(hf: HfConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """{megatron-core's name: the value under the HF key}."""
+    return {megatron: read(hf, key) for megatron, key in names.items()}
+
+
 def refuse(hf: HfConfig, supported: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for the first key whose value is not the one that is supported; a missing key passes."""
+    """Raise a ConfigError for the first key whose value is not the one that is supported; a missing key or null passes."""
     for key, value in supported.items():
-        if hf.get(key, value) != value:
+        if hf.get(key) not in (None, value):
             raise ConfigError(
                 f"config.json has {key}={hf[key]!r}; for {hf['architectures'][0]} only {value!r} is supported, and the "
                 "model would compute something else. Use a checkpoint that has it."

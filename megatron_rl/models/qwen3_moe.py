@@ -1,15 +1,12 @@
-"""Qwen3-MoE: grouped-query attention with normed queries and keys, routed experts in every layer.
-
-H hidden, NH query heads, G key-value heads, D head dim.
-"""
+"""Qwen3-MoE: grouped-query attention with normed queries and keys, routed experts in every layer."""
 
 from typing import Any
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layouts.table import Block, Row, Table
+from megatron_rl.layouts.table import Row, Table
 from megatron_rl.layouts.terms import Cols, Concat, HfTensor, PerGroup, Rows
-from megatron_rl.models.family import Architecture, Family, HfConfig, read, rotary
-from megatron_rl.models.rows import embedding, head, routed_experts, same
+from megatron_rl.models.family import COMMON, FIXED, Architecture, Family, HfConfig, read, rename, rotary
+from megatron_rl.models.rows import decoder, embedding, head, routed_experts, same
 
 SUPPORTED: dict[str, Any] = {
     "attention_bias": False,
@@ -19,17 +16,15 @@ SUPPORTED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_sliding_window": False,
 }
+NAMES = {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "num_moe_experts": "num_experts"}
 
 
 def table(hf: HfConfig) -> Table:
     """Every tensor."""
     hidden, layers = read(hf, "hidden_size"), read(hf, "num_hidden_layers")
     vocab = read(hf, "vocab_size")
-    rows = attention(hf) + moe(hf)
-    decoder = (
-        Block(i, f"model.layers.{i}.", "decoder.layers.{layer}.", f"model.layers.{i}.", rows) for i in range(layers)
-    )
-    return Table(vocab, layers, (embedding(vocab, hidden), *decoder, head(vocab, hidden)))
+    rows = [attention(hf) + moe(hf)] * layers
+    return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), head(vocab, hidden)))
 
 
 def attention(hf: HfConfig) -> tuple[Row, ...]:
@@ -70,26 +65,20 @@ def architecture(hf: HfConfig) -> Architecture:
         raise ConfigError(
             f"config.json scales positions ({scaling}), which is not supported here. Remove rope_scaling."
         )
-    config: dict[str, Any] = {
-        "num_layers": read(hf, "num_hidden_layers"),
-        "hidden_size": read(hf, "hidden_size"),
-        "num_attention_heads": read(hf, "num_attention_heads"),
-        "num_query_groups": read(hf, "num_key_value_heads"),
-        "kv_channels": read(hf, "head_dim"),
-        "ffn_hidden_size": read(hf, "intermediate_size"),
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": read(hf, "rms_norm_eps"),
-        "qk_layernorm": True,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "num_moe_experts": read(hf, "num_experts"),
-        "moe_ffn_hidden_size": read(hf, "moe_intermediate_size"),
-        "moe_router_topk": read(hf, "num_experts_per_tok"),
+    config = {
+        **FIXED,
+        **rename(hf, COMMON | NAMES),
         "moe_router_score_function": "softmax",
         # Softmax after the choice is softmax before it, divided by the sum over the chosen.
         "moe_router_pre_softmax": not read(hf, "norm_topk_prob"),
     }
-    return Architecture(False, config, read(hf, "vocab_size"), base, read(hf, "max_position_embeddings"))
+    return Architecture(
+        mla=False,
+        megatron=config,
+        vocab_size=read(hf, "vocab_size"),
+        rotary_base=base,
+        max_position_embeddings=read(hf, "max_position_embeddings"),
+    )
 
 
 FAMILY = Family(supported=SUPPORTED, architecture=architecture, table=table)

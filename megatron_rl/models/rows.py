@@ -3,6 +3,8 @@
 H hidden, V vocabulary, I intermediate size of an MLP or of one expert, E experts.
 """
 
+from collections.abc import Iterator, Sequence
+
 from megatron_rl.layouts.table import Block, Row
 from megatron_rl.layouts.terms import Cols, Concat, Expert, HfTensor, PadVocab, Rep, Rows
 
@@ -23,6 +25,12 @@ def head(vocab_size: int, hidden_size: int) -> Block:
         Row(megatron={"output_layer.weight": vocabulary}, sglang={"lm_head.weight": vocabulary}),
     )
     return Block("last", "", "", "", rows)
+
+
+def decoder(rows: Sequence[tuple[Row, ...]]) -> Iterator[Block]:
+    """The layers, from the rows of each."""
+    for i, layer in enumerate(rows):
+        yield Block(i, f"model.layers.{i}.", "decoder.layers.{layer}.", f"model.layers.{i}.", layer)
 
 
 def same(megatron: str, hf: str, shape: tuple[int, ...], *, dtype: str | None = None) -> Row:

@@ -160,8 +160,9 @@ def _patch_type_names() -> None:
 
 
 def _patch_collectives() -> None:
-    """gloo knows no average, and wants split sizes as a list."""
+    """gloo knows no average, wants split sizes as a list, and gathers and scatters only parts of one size."""
     real_all_reduce, real_all_to_all = dist.all_reduce, dist.all_to_all_single
+    real_all_gather, real_reduce_scatter = dist.all_gather, dist.reduce_scatter
 
     @functools.wraps(real_all_reduce)
     def all_reduce(
@@ -188,8 +189,40 @@ def _patch_collectives() -> None:
     ) -> Any:
         return real_all_to_all(output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op)
 
-    dist.all_reduce = all_reduce
-    dist.all_to_all_single = all_to_all_single
+    @functools.wraps(real_all_gather)
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        rows = [t.shape[0] if t.dim() else 1 for t in tensor_list]
+        if len(set(rows)) == 1:
+            return real_all_gather(tensor_list, tensor, group, async_op)
+        assert not async_op, "unequal parts are gathered padded, then copied"
+        padded = tensor.new_empty(max(rows), *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        parts = [torch.empty_like(padded) for _ in rows]
+        real_all_gather(parts, padded, group)
+        for out, part, count in zip(tensor_list, parts, rows, strict=True):
+            out.copy_(part[:count])
+        return None
+
+    @functools.wraps(real_reduce_scatter)
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if len({t.shape for t in input_list}) == 1:
+            return real_reduce_scatter(output, input_list, op, group, async_op)
+        assert not async_op and op == dist.ReduceOp.SUM, "unequal parts are summed whole, then cut"
+        whole = torch.cat(input_list)
+        real_all_reduce(whole, op, group)
+        output.copy_(whole.split([t.shape[0] for t in input_list])[dist.get_rank(group)])
+        return None
+
+    dist.all_reduce, dist.all_to_all_single = all_reduce, all_to_all_single
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
 def _patch_compile() -> None:

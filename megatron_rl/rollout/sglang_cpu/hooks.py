@@ -1,4 +1,4 @@
-"""The four things SGLang 0.5.23 lacks to run its torch_native backend without a GPU."""
+"""What SGLang 0.5.23 lacks to run its torch_native backend without a GPU, with the same weight layout as on one."""
 
 import torch
 from sglang.srt.arg_groups import choices
@@ -21,6 +21,10 @@ def activate_cpu() -> None:
         _do_nothing,
         HookType.REPLACE,
     )
+    # It pads heads and intermediate sizes for AMX kernels, so that weights would lie otherwise than on a GPU.
+    HookRegistry.register(
+        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _keep_config, HookType.REPLACE
+    )
 
 
 def _plain_host_tensor(
@@ -37,3 +41,7 @@ def _plain_host_tensor(
 
 def _do_nothing(self: object) -> None:
     return None
+
+
+def _keep_config(model_config: object, load_config: object, tp_size: int) -> object:
+    return model_config

@@ -51,23 +51,6 @@ ON_GPU: dict[str, Any] = {"moe_grouped_gemm": True}
 """May be changed by trainer.megatron: recomputation, fusions and the like are the user's choice there."""
 
 
-def topology_of(parallel: ParallelConfig, *, world_size: int, num_layers: int) -> MegatronTopology:
-    """The ranks' places. Raises: LayoutError for an impossible cut."""
-    names = {f.name for f in dataclasses.fields(MegatronTopology)} - {"world_size", "num_layers"}
-    return MegatronTopology(world_size, num_layers, **{name: getattr(parallel, name) for name in names})
-
-
-def check_parallel(parallel: ParallelConfig) -> None:
-    """Raises: ConfigError for tensor parallelism without sequence parallelism."""
-    if parallel.tp > 1 and not parallel.sp:
-        raise ConfigError(
-            f"parallel.tp={parallel.tp} with parallel.sp=false: megatron refuses mixture-of-experts layers without "
-            "sequence parallelism, and MLA's gradients would be wrong. Set parallel.sp=true."
-        )
-    if parallel.sp and parallel.tp == 1:
-        raise ConfigError("parallel.sp=true with parallel.tp=1 has no effect. Set parallel.sp=false or raise parallel.tp.")
-
-
 def check_passthrough(options: Mapping[str, Any], taken: Mapping[str, Any]) -> None:
     """Refuse names in trainer.megatron that megatron's config does not have or that are set elsewhere (`taken`).
 
@@ -90,7 +73,8 @@ def transformer_config(
     model: Architecture, parallel: ParallelConfig, trainer: TrainerConfig, *, has_cuda: bool
 ) -> TransformerConfig:
     """megatron's config of this model on these ranks. Raises: ConfigError when megatron or we refuse a value."""
-    check_parallel(parallel)
+    # checks.py refuses it: megatron's experts need it, and MLA's gradients would be wrong without.
+    assert parallel.tp == 1 or parallel.sp, parallel
     dtype = getattr(torch, trainer.dtype)
     taken: dict[str, Any] = {
         **model.megatron,

@@ -165,9 +165,7 @@ def _patch_collectives() -> None:
     real_all_gather, real_reduce_scatter = dist.all_gather, dist.reduce_scatter
 
     @functools.wraps(real_all_reduce)
-    def all_reduce(
-        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         if op != dist.ReduceOp.AVG:
             return real_all_reduce(tensor, op, group, async_op)
         assert not async_op, "an average on gloo is a sum, then a division"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
@@ -81,8 +82,9 @@ class DuplicatedLinear(torch.nn.Module):
     ) -> dict[str, Any]:
         assert metadata is not None
         state = self.state_dict(prefix="", keep_vars=True)
+        group = parallel_state.get_tensor_model_parallel_group()  # its ranks hold replicas
         return make_sharded_tensors_for_checkpoint(
-            state, prefix, {}, sharded_offsets, dp_cp_group=metadata["dp_cp_group"]
+            state, prefix, {}, sharded_offsets, tp_group=group, dp_cp_group=metadata["dp_cp_group"]
         )
 
 

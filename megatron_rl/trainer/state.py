@@ -24,7 +24,9 @@ def save_weights(directory: Path, chunks: Chunks) -> None:
 def load_weights(directory: Path, chunks: Chunks) -> None:
     """Read what `save_weights` wrote, on this or another layout; every rank calls this."""
     if not directory.is_dir():
-        raise DataError(f"{directory} does not exist: this is no checkpoint of ours. Resume from another, or start anew.")
+        raise DataError(
+            f"{directory} does not exist: this is no checkpoint of ours. Resume from another, or start anew."
+        )
     loaded = dist_checkpointing.load(_sharded(chunks), str(directory))
     for i, chunk in enumerate(chunks):
         missing, unexpected = chunk.module.load_state_dict(loaded[f"chunk{i}"], strict=False)
@@ -76,6 +78,15 @@ def _optimizer_state(optimizer: Any) -> dict[str, Any] | None:
 def _main_parameters(optimizer: Any) -> list[Tensor]:
     """What the inner optimizer updates: float32 copies, this rank's shards of them when they are distributed."""
     return [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A rank's own file; on a rank that the saved layout did not have, rank 0's, for `check_same_layout` to refuse."""
+    if not path.exists():
+        path = path.with_name("rank-0.pt")
+    if not path.exists():
+        raise DataError(f"{path} does not exist: this is no checkpoint of ours. Resume from another, or start anew.")
+    return torch.load(path, weights_only=True)
 
 
 def check_same_layout(saved: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:

@@ -39,8 +39,7 @@ def files_of(directory: Path) -> dict[str, Path]:
     """
     if (directory / INDEX).exists():
         files = {
-            name: directory / file
-            for name, file in json.loads((directory / INDEX).read_text())["weight_map"].items()
+            name: directory / file for name, file in json.loads((directory / INDEX).read_text())["weight_map"].items()
         }
     elif (single := directory / "model.safetensors").exists():
         with safe_open(single, "pt") as f:
@@ -70,7 +69,9 @@ def import_hf(directory: Path, tensors: Mapping[str, Tensor], layouts: Iterable[
             tensor.zero_()
         for box in layout.boxes:
             if box.hf not in files:
-                raise DataError(f"{directory} has no tensor {box.hf}, which config.json promises. Is it another model's?")
+                raise DataError(
+                    f"{directory} has no tensor {box.hf}, which config.json promises. Is it another model's?"
+                )
             path = files[box.hf]
             if path not in opened:
                 opened[path] = safe_open(path, "pt").__enter__()  # noqa: SIM115 # closed with the process's last use

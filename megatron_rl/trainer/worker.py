@@ -21,11 +21,14 @@ from torch import Tensor
 
 from megatron_rl.algorithms.losses import LossInputs, sft_loss
 from megatron_rl.algorithms.recipes import RECIPES
+from megatron_rl.checks import topology_of
 from megatron_rl.config import Config, OptimizerConfig
 from megatron_rl.errors import BackendError
 from megatron_rl.layouts.compile import hf_layouts, megatron_layouts
 from megatron_rl.models import load_architecture, load_table
+from megatron_rl.resharding.execute import Sender
 from megatron_rl.resharding.plan import make_plan
+from megatron_rl.resharding.spec import Bucket, SyncSpec
 from megatron_rl.trainer import build, optim, state, step, weights
 from megatron_rl.trainer.micro_batch import MicroBatch, Row
 from megatron_rl.trainer.rank_batch import Logprobs, RankBatch, micro_batches, store
@@ -41,13 +44,12 @@ class Worker:
         self.source = Path(model_directory)
         hf = json.loads((self.source / "config.json").read_text())
         self.model, self.table = load_architecture(hf), load_table(hf)
-        self.topology = build.topology_of(
-            config.parallel, world_size=config.trainer.world_size, num_layers=self.table.num_layers
-        )
+        self.topology = topology_of(config, num_layers=self.table.num_layers)
         self.layouts = megatron_layouts(self.table, self.topology, rank, dtype=config.trainer.dtype)
         self.phase = ""
         self.updates = 0
         self.reference: dict[str, Tensor] | None = None
+        self.senders: dict[str, Sender] = {}
 
     def address(self) -> str:
         """`tcp://host:port`, free on this machine now: where the ranks can meet. Any rank may call it alone."""
@@ -56,8 +58,8 @@ class Worker:
             s.bind((host, 0))
             return f"tcp://{host}:{s.getsockname()[1]}"
 
-    def build(self, address: str) -> None:
-        """Meet the other ranks, build the model, read its weights.
+    def build(self, address: str) -> int:
+        """Meet the other ranks at `address`, build the model, read its weights. Returns: this data-parallel rank.
 
         Raises: ConfigError, LayoutError, DataError when config, model and checkpoint do not go together.
         """
@@ -73,6 +75,7 @@ class Worker:
         )
         self.tensors = weights.named_tensors(self.chunks, self.layouts)
         weights.import_hf(self.source, self.tensors, self.layouts)
+        return self.topology.coordinates(self.rank).dp
 
     def begin(self, phase: str) -> None:
         """Start a phase ("sft" or "rl") with a fresh optimizer and schedule; "rl" may freeze the weights as reference."""
@@ -156,9 +159,7 @@ class Worker:
         results = []
         for rows in micro_batches(batch):
             metrics = self.gradients(rows)
-            norm = optim.optimizer_step(
-                self.optimizer, self.scheduler, loss=metrics["loss"], update=self.updates + 1
-            )
+            norm = optim.optimizer_step(self.optimizer, self.scheduler, loss=metrics["loss"], update=self.updates + 1)
             self.updates += 1
             results.append({**metrics, "grad_norm": norm, "lr": optim.learning_rate(self.optimizer)})
         means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
@@ -194,7 +195,7 @@ class Worker:
     def load(self, directory: str) -> None:
         """Restore what `save` wrote. Raises: ConfigError when it was saved under another layout."""
         root = Path(directory)
-        saved = state.read(root / f"rank-{self.rank}.pt", rank_file_of_rank_0=root / "rank-0.pt")
+        saved = state.read(root / f"rank-{self.rank}.pt")
         state.check_same_layout(saved["layout"], self._layout(), root)
         state.load_weights(root / "weights", self.chunks)
         self.begin(saved["phase"])
@@ -225,6 +226,19 @@ class Worker:
         mine = [copy for copy in make_plan(sources, {0: whole}) if copy.src_rank == self.rank]
         weights.write_rectangles(root, self.tensors, mine)
         dist.barrier()
+
+    def send_weights(self, spec: SyncSpec) -> tuple[Bucket, ...]:
+        """Pack what this rank sends to the ranks of an engine. Any rank may call it alone."""
+        key = json.dumps(spec.to_json(), sort_keys=True)
+        if key not in self.senders:
+            self.senders[key] = Sender(spec, self.rank)
+        return self.senders[key].pack(self.tensors)
+
+    def close(self) -> None:
+        """Free what outlives the process."""
+        for sender in self.senders.values():
+            sender.close()
+        self.senders.clear()
 
     def rss_bytes(self) -> int:
         """Peak resident memory of this process so far."""

@@ -67,7 +67,10 @@ def make_rollouts(lengths: list[int], prompt_lengths: list[int], *, seed: int = 
     """Random tokens; the engine's log-probabilities are near those of a uniform guess."""
     rng = np.random.default_rng(seed)
     logprobs = np.concatenate(
-        [np.where(np.arange(n) < p, 0.0, rng.normal(-4.1, 0.3, n)) for n, p in zip(lengths, prompt_lengths, strict=True)]
+        [
+            np.where(np.arange(n) < p, 0.0, rng.normal(-4.1, 0.3, n))
+            for n, p in zip(lengths, prompt_lengths, strict=True)
+        ]
     )
     return Rollouts(
         tokens=rng.integers(3, len(CHARACTERS), sum(lengths)).astype(np.int32),

@@ -1,0 +1,107 @@
+"""The driver's handle on the trainer: one actor a rank, every call on all of them, with a deadline."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megatron_rl.algorithms.recipes import RECIPES
+from megatron_rl.cluster import Pool, gather
+from megatron_rl.config import Config
+from megatron_rl.resharding.spec import Bucket, SyncSpec
+from megatron_rl.trainer.rank_batch import split
+from megatron_rl.trainer.worker import Worker
+from megatron_rl.types import Batch
+
+
+class MegatronTrainer:
+    """Satisfies `protocols.Trainer` and `sync.WeightSender`."""
+
+    def __init__(self, config: Config, model_directory: Path, *, pool: Pool, logs: Path):
+        """Start `config.trainer.world_size` ranks in `pool`, read the weights, and wait until all are ready.
+
+        Rank i logs to `logs`/trainer-i.log.
+        Raises: ConfigError, LayoutError, DataError, BackendError as the ranks do.
+        """
+        self._config, self._logs = config, logs
+        self._actors = [
+            pool.spawn(Worker, config, rank, str(model_directory), index=rank, log=logs / f"{_name(rank)}.log")
+            for rank in range(config.trainer.world_size)
+        ]
+        start_s = config.trainer.start_timeout_s
+        meeting = gather(
+            {_name(0): self._actors[0].address.remote()}, what="Starting the trainer", timeout_s=start_s, logs=logs
+        )[0]
+        places = self._call("build", meeting, what="Building the model", timeout_s=start_s)
+        self._dp_of_rank: list[int] = places
+
+    def begin(self, phase: str) -> None:
+        """Start "sft" or "rl" with a fresh optimizer and schedule; "rl" may freeze the weights as its reference."""
+        self._call("begin", phase, what=f"Starting phase {phase}")
+
+    def logprobs(self, batch: Batch) -> Batch:
+        """Old log-probabilities when there are several mini-batches, the reference's when the recipe has one."""
+        algorithm = self._config.algorithm
+        if algorithm.mini_batches == 1 and not RECIPES[algorithm.recipe].needs_reference(algorithm):
+            return batch
+        answers = self._each("logprobs", self._parts(batch), what="Log-probabilities")
+        found = {dp: a for dp, a in zip(self._dp_of_rank, answers, strict=True) if a is not None}
+        return replace(batch, logprobs=tuple(found[dp] for dp in sorted(found)))
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step per mini-batch. Returns metrics per token: loss, entropy, kl, ..., and grad_norm, lr, tokens.
+
+        Raises: BackendError when a loss or gradient is not finite, with the weights as before that step.
+        """
+        return self._each("update", self._parts(batch), what="Update")[-1]  # the last rank is on the last stage
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer, schedule and random state of every rank below `directory`, which exists."""
+        self._call("save", str(directory), what="Saving the trainer")
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote, phase and reference included."""
+        self._call("load", str(directory), what="Loading the trainer")
+
+    def export(self, directory: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint into `directory`, made when missing."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._call("export", str(directory), what="Exporting the weights")
+
+    def send_weights(self, spec: SyncSpec) -> Sequence[Bucket]:
+        """Every rank packs what the engines' ranks need; the buckets of all ranks."""
+        return [bucket for buckets in self._call("send_weights", spec, what="Packing weights") for bucket in buckets]
+
+    def rss_bytes(self) -> list[int]:
+        """Peak resident memory of each rank so far."""
+        return self._call("rss_bytes", what="Reading memory")
+
+    def stop(self) -> None:
+        """Free what the ranks hold outside their processes, and end them."""
+        self._call("close", what="Stopping the trainer", timeout_s=30.0)
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _parts(self, batch: Batch) -> list[Any]:
+        """For each rank a reference to its data-parallel rank's part."""
+        parts = [ray.put(part) for part in split(batch, max(self._dp_of_rank) + 1)]
+        return [parts[dp] for dp in self._dp_of_rank]
+
+    def _call(self, method: str, *args: Any, what: str, timeout_s: float | None = None) -> list[Any]:
+        return self._each(method, [args] * len(self._actors), what=what, timeout_s=timeout_s, spread=True)
+
+    def _each(
+        self, method: str, args: Sequence[Any], *, what: str, timeout_s: float | None = None, spread: bool = False
+    ) -> list[Any]:
+        """Call a method on every rank, rank i with args[i], a tuple of arguments if `spread`."""
+        calls = {
+            _name(rank): getattr(actor, method).remote(*(one if spread else (one,)))
+            for rank, (actor, one) in enumerate(zip(self._actors, args, strict=True))
+        }
+        return gather(calls, what=what, timeout_s=timeout_s or self._config.trainer.step_timeout_s, logs=self._logs)
+
+
+def _name(rank: int) -> str:
+    return f"trainer-{rank}"

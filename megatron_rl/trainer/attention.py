@@ -29,7 +29,7 @@ class Bucket:
     queries_BL: Tensor
     """int64 [B, L]: where each query lies in this rank's packed tokens; 0 where padded."""
     keys_BL: Tensor
-    """int64 [B, L']: where each key lies in the packed tokens of all context-parallel ranks, end to end; 0 if padded."""
+    """int64 [B, L']: where each key lies in the packed tokens of all context-parallel ranks, end to end; or 0."""
     real_BL: Tensor
     """bool [B, L]: not padding."""
     mask: Tensor | None

@@ -64,8 +64,8 @@ def check_passthrough(options: Mapping[str, Any], taken: Mapping[str, Any]) -> N
             raise ConfigError(f"trainer.megatron.{name}: megatron's TransformerConfig has no such field.{hint}")
         if name in taken:
             raise ConfigError(
-                f"trainer.megatron.{name} is already set, to {taken[name]!r}, from the model's config.json, parallel.*, "
-                "trainer.* or the device. Change it there, or remove it here."
+                f"trainer.megatron.{name} is already set, to {taken[name]!r}, from the model's config.json, "
+                "parallel.*, trainer.* or the device. Change it there, or remove it here."
             )
 
 
@@ -129,7 +129,7 @@ def start_megatron(parallel: ParallelConfig, *, seed: int) -> bool:
 def build_chunks(
     model: Architecture, config: TransformerConfig, topology: MegatronTopology, *, distributed_optimizer: bool
 ) -> list[DistributedDataParallel]:
-    """This rank's model, one chunk per virtual pipeline stage, wrapped for data parallelism. Weights are not set yet."""
+    """This rank's model, one chunk per virtual pipeline stage, in DDP. Weights are not set yet."""
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
     ddp = DistributedDataParallelConfig(

@@ -89,7 +89,7 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Rows of x, in runs of `sizes`, each run times its own weight [out, in]: one node instead of split, E linears, cat."""
+    """Rows of x, in runs of `sizes`, each run times its own weight [out, in]; one node of the graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int], *weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a rank saves to resume bit for bit: weights through megatron's distributed checkpoints, the rest in its own file."""
+"""What a rank saves to resume bit for bit: weights by megatron's distributed checkpoints, the rest in its own file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,6 +95,6 @@ def check_same_layout(saved: Mapping[str, Any], now: Mapping[str, Any], director
     if changed:
         text = ", ".join(f"{key} was {a}, is {b}" for key, (a, b) in changed.items())
         raise ConfigError(
-            f"{directory} holds optimizer state of another layout: {text}. Its shards do not fit these ranks. Resume with "
-            "the saved values, or start a new run from an export of these weights (model.path)."
+            f"{directory} holds optimizer state of another layout: {text}. Its shards do not fit these ranks. Resume "
+            "with the saved values, or start a new run from an export of these weights (model.path)."
         )

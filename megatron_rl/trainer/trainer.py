@@ -51,7 +51,7 @@ class MegatronTrainer:
         return replace(batch, logprobs=tuple(found[dp] for dp in sorted(found)))
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step per mini-batch. Returns metrics per token: loss, entropy, kl, ..., and grad_norm, lr, tokens.
+        """One optimizer step per mini-batch. Returns metrics per token (loss, entropy, kl, ...), grad_norm, lr, tokens.
 
         Raises: BackendError when a loss or gradient is not finite, with the weights as before that step.
         """

@@ -78,7 +78,7 @@ class Worker:
         return self.topology.coordinates(self.rank).dp
 
     def begin(self, phase: str) -> None:
-        """Start a phase ("sft" or "rl") with a fresh optimizer and schedule; "rl" may freeze the weights as reference."""
+        """Start a phase ("sft" or "rl") with a fresh optimizer and schedule; "rl" may freeze a reference."""
         settings, steps = self._settings(phase)
         distributed = self.config.trainer.distributed_optimizer
         self.optimizer, self.scheduler = optim.build(

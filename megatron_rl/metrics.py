@@ -4,6 +4,7 @@ A record is one object a step in metrics.jsonl. Record 0 describes the starting 
 weights after it. `time/step_s` is the step without its evaluation. Supervised warm-up steps go to warm_start.jsonl.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from megatron_rl.progress import Progress, summary_lines
 from megatron_rl.records import append_record, drop_records, read_records
 from megatron_rl.reward_plot import draw_rewards
 from megatron_rl.types import Sample
+
+logger = logging.getLogger(__name__)
 
 _DRAW_EVERY_S = 60.0  # a picture takes a fifth of a second
 
@@ -67,10 +70,10 @@ class Metrics:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
-        for writer in self._writers.values():
-            writer.close()
         if self.path in self._writers:
             self._draw()
+        for writer in self._writers.values():
+            writer.close()
 
     def status(self, text: str) -> None:
         """Say what is going on outside of steps: "starting 2 engines"."""
@@ -128,7 +131,10 @@ class Metrics:
 
     def _draw(self) -> None:
         self._drawn_s = time.monotonic()
-        draw_rewards(read_records(self.path), self.directory / "reward.png", title=self.name)
+        try:
+            draw_rewards(read_records(self.path), self.directory / "reward.png", title=self.name)
+        except OSError as error:  # a picture is not worth a run; the numbers it shows are in metrics.jsonl
+            logger.warning("reward.png could not be drawn: %s", error)
 
     def summary(self, results: Mapping[str, Path]) -> None:
         """Print evaluation before and after, time by stage, and where the results lie (label -> path)."""

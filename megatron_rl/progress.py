@@ -199,10 +199,9 @@ def summary_lines(
     lines = []
     evaluations = [(r["step"], value) for r in records if (value := r.get("eval/reward")) is not None]
     if evaluations:
-        (first_step, first), (last_step, last) = evaluations[0], evaluations[-1]
-        lines.append(
-            f"{'held-out reward':<16}  {first:.3f} at step {first_step} -> {last:.3f} at step {last_step} ({last - first:+.3f})"
-        )
+        (start, before), (end, after) = evaluations[0], evaluations[-1]
+        change = f"{before:.3f} at step {start} -> {after:.3f} at step {end} ({after - before:+.3f})"
+        lines.append(f"{'held-out reward':<16}  {change}")
     totals: dict[str, list[float]] = {}
     for record in records:
         for stage, seconds in stages(record).items():

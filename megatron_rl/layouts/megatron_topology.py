@@ -126,6 +126,11 @@ class MegatronTopology:
         rest = self.num_layers - sum(given.values())
         if middle < 0 or rest < 0 or (rest % middle if middle else rest) or (middle and not rest):
             raise LayoutError(self._uneven(given, middle, rest))
+        if self.vpp is not None and not middle:
+            raise LayoutError(
+                f"parallel.vpp={self.vpp} with parallel.pp=2 and both first_stage_layers and last_stage_layers: "
+                "megatron-core divides by the number of stages between them, which is 0. Set one of the two to null."
+            )
         layers = [rest // middle if middle else 0] * self.pp
         if "first" in given:
             layers[0] = given["first"]

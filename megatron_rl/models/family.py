@@ -49,13 +49,15 @@ class Family:
     table: Callable[[HfConfig], Table]
 
 
-def read(hf: HfConfig, key: str) -> Any:
-    """A value that the model cannot be built without. Raises: ConfigError when config.json lacks it or says null."""
-    if hf.get(key) is None:
-        raise ConfigError(
-            f"config.json of {hf['architectures'][0]} has no {key!r}: the model's shape is unknown. Add it."
-        )
-    return hf[key]
+def read(hf: HfConfig, key: str, *or_else: str) -> Any:
+    """A value that the model cannot be built without, under the first of its names that is there.
+
+    Raises: ConfigError when config.json lacks it or says null.
+    """
+    for name in (key, *or_else):
+        if hf.get(name) is not None:
+            return hf[name]
+    raise ConfigError(f"config.json of {hf['architectures'][0]} has no {key!r}: the model's shape is unknown. Add it.")
 
 
 def rename(hf: HfConfig, names: Mapping[str, str]) -> dict[str, Any]:
@@ -64,7 +66,7 @@ def rename(hf: HfConfig, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def refuse(hf: HfConfig, supported: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for the first key whose value is not the one that is supported; a missing key or null passes."""
+    """Raise a ConfigError for the first key whose value is not the supported one; a missing key or null passes."""
     for key, value in supported.items():
         if hf.get(key) not in (None, value):
             raise ConfigError(

@@ -16,7 +16,8 @@ SUPPORTED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_sliding_window": False,
 }
-NAMES = {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "num_moe_experts": "num_experts"}
+NAMES = {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}
+EXPERTS = ("num_experts", "num_local_experts")  # transformers 5 writes the second
 
 
 def table(hf: HfConfig) -> Table:
@@ -50,7 +51,7 @@ def attention(hf: HfConfig) -> tuple[Row, ...]:
 
 def moe(hf: HfConfig) -> tuple[Row, ...]:
     """Router and experts."""
-    hidden, experts = read(hf, "hidden_size"), read(hf, "num_experts")
+    hidden, experts = read(hf, "hidden_size"), read(hf, *EXPERTS)
     return (
         same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,)),
         same("mlp.router.weight", "mlp.gate.weight", (experts, hidden)),
@@ -68,6 +69,7 @@ def architecture(hf: HfConfig) -> Architecture:
     config = {
         **FIXED,
         **rename(hf, COMMON | NAMES),
+        "num_moe_experts": read(hf, *EXPERTS),
         "moe_router_score_function": "softmax",
         # Softmax after the choice is softmax before it, divided by the sum over the chosen.
         "moe_router_pre_softmax": not read(hf, "norm_topk_prob"),

@@ -1,0 +1,184 @@
+"""Every rank's tensors, cut by hand from whole HF tensors: slow, and written without boxes or terms.
+
+Weights are replaced by ids: element n of the whole model holds the number n, so that a tensor shows where each of its
+elements comes from. Padding holds -1.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.layouts.boxes import TensorLayout
+
+Arrays = dict[str, np.ndarray]
+
+
+def whole_model(hf: dict[str, Any], *, vocab: int) -> Arrays:
+    """The HF checkpoint of a config in tests/tiny.py: name -> ids of that tensor's shape."""
+    hidden, shapes = hf["hidden_size"], {}
+    shapes["model.embed_tokens.weight"] = (vocab, hidden)
+    for i in range(hf["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        for name, shape in (attention_shapes(hf) | mlp_shapes(hf, i)).items():
+            shapes[layer + name] = shape
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}{norm}.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    shapes["lm_head.weight"] = (vocab, hidden)
+    model, start = {}, 0
+    for name, shape in shapes.items():
+        size = int(np.prod(shape))
+        model[name] = np.arange(start, start + size).reshape(shape)
+        start += size
+    return model
+
+
+def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names below a layer's prefix."""
+    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    if hf["model_type"] == "qwen3_moe":
+        dim, groups = hf["head_dim"], hf["num_key_value_heads"]
+        sizes = {"q_proj": (heads * dim, hidden), "k_proj": (groups * dim, hidden), "v_proj": (groups * dim, hidden)}
+        sizes |= {"o_proj": (hidden, heads * dim), "q_norm": (dim,), "k_norm": (dim,)}
+    else:
+        nope, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
+        q_rank, kv_rank = hf["q_lora_rank"], hf["kv_lora_rank"]
+        sizes = {"q_a_proj": (q_rank, hidden), "kv_a_proj_with_mqa": (kv_rank + rope, hidden)}
+        sizes |= {"q_b_proj": (heads * (nope + rope), q_rank), "kv_b_proj": (heads * (nope + value), kv_rank)}
+        sizes |= {"o_proj": (hidden, heads * value), "q_a_layernorm": (q_rank,), "kv_a_layernorm": (kv_rank,)}
+    return {f"self_attn.{name}.weight": shape for name, shape in sizes.items()}
+
+
+def mlp_shapes(hf: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """Names below a layer's prefix."""
+    hidden, size = hf["hidden_size"], hf["moe_intermediate_size"]
+    if layer < hf.get("first_k_dense_replace", 0):
+        return _gated("mlp.", hidden, hf["intermediate_size"])
+    experts = hf.get("n_routed_experts") or hf["num_experts"]
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts, hidden)}
+    if hf["model_type"] == "deepseek_v3":
+        shapes["mlp.gate.e_score_correction_bias"] = (experts,)
+        shapes |= _gated("mlp.shared_experts.", hidden, size * hf["n_shared_experts"])
+    for e in range(experts):
+        shapes |= _gated(f"mlp.experts.{e}.", hidden, size)
+    return shapes
+
+
+def _gated(prefix: str, hidden: int, size: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}{n}_proj.weight": (hidden, size) if n == "down" else (size, hidden) for n in ("gate", "up", "down")
+    }
+
+
+def cut(array: np.ndarray, ranks: int, rank: int, axis: int = 0) -> np.ndarray:
+    """The equal share of `rank`."""
+    return np.split(array, ranks, axis)[rank]
+
+
+def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
+    """-1 below."""
+    return np.concatenate([array, np.full((rows - len(array), *array.shape[1:]), -1)])
+
+
+def gate_up(model: Arrays, prefix: str, ranks: int, rank: int) -> np.ndarray:
+    """[gate share; up share]."""
+    return np.concatenate([cut(model[f"{prefix}{n}_proj.weight"], ranks, rank) for n in ("gate", "up")])
+
+
+def megatron_layer(
+    hf: dict[str, Any], model: Arrays, layer: int, *, tp: tuple[int, int], ep: tuple[int, int], etp: tuple[int, int]
+) -> Arrays:
+    """Tensors of one layer of a Megatron rank, named below "decoder.layers.{j}."; each size comes as (ranks, rank)."""
+    at = f"model.layers.{layer}."
+    x = {name.removeprefix(at): value for name, value in model.items() if name.startswith(at)}
+    out = {"self_attention.linear_proj.weight": cut(x["self_attn.o_proj.weight"], *tp, axis=1)}
+    if hf["model_type"] == "qwen3_moe":
+        groups, dim = hf["num_key_value_heads"], hf["head_dim"]
+        by_group = [x[f"self_attn.{n}_proj.weight"].reshape(groups, -1, hf["hidden_size"]) for n in "qkv"]
+        qkv = np.concatenate(by_group, axis=1)
+        assert qkv.shape[1] == (hf["num_attention_heads"] // groups + 2) * dim
+        out["self_attention.linear_qkv.weight"] = cut(qkv.reshape(-1, hf["hidden_size"]), *tp)
+        out["self_attention.linear_qkv.layer_norm_weight"] = x["input_layernorm.weight"]
+        out["self_attention.q_layernorm.weight"] = x["self_attn.q_norm.weight"]
+        out["self_attention.k_layernorm.weight"] = x["self_attn.k_norm.weight"]
+    else:
+        out["input_layernorm.weight"] = x["input_layernorm.weight"]
+        for short, name in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
+            out[f"self_attention.linear_{short}_down_proj.weight"] = x[f"self_attn.{name}.weight"]
+            out[f"self_attention.linear_{short}_up_proj.weight"] = cut(x[f"self_attn.{short}_b_proj.weight"], *tp)
+            norm = x[f"self_attn.{short}_a_layernorm.weight"]
+            out[f"self_attention.linear_{short}_up_proj.layer_norm_weight"] = norm
+    if "mlp.gate.weight" not in x:
+        out["mlp.linear_fc1.layer_norm_weight"] = x["post_attention_layernorm.weight"]
+        out["mlp.linear_fc1.weight"] = gate_up(x, "mlp.", *tp)
+        out["mlp.linear_fc2.weight"] = cut(x["mlp.down_proj.weight"], *tp, axis=1)
+        return out
+    out["pre_mlp_layernorm.weight"] = x["post_attention_layernorm.weight"]
+    out["mlp.router.weight"] = x["mlp.gate.weight"]
+    if hf["model_type"] == "deepseek_v3":
+        out["mlp.router.expert_bias"] = x["mlp.gate.e_score_correction_bias"]
+        out["mlp.shared_experts.linear_fc1.weight"] = gate_up(x, "mlp.shared_experts.", *tp)
+        out["mlp.shared_experts.linear_fc2.weight"] = cut(x["mlp.shared_experts.down_proj.weight"], *tp, axis=1)
+    for slot, e in enumerate(cut(np.arange(len(x["mlp.gate.weight"])), *ep)):
+        out[f"mlp.experts.linear_fc1.weight{slot}"] = gate_up(x, f"mlp.experts.{e}.", *etp)
+        out[f"mlp.experts.linear_fc2.weight{slot}"] = cut(x[f"mlp.experts.{e}.down_proj.weight"], *etp, axis=1)
+    return out
+
+
+def sglang_rank(
+    hf: dict[str, Any], model: Arrays, *, tp: tuple[int, int], ep: tuple[int, int], moe_tp: tuple[int, int], vocab: int
+) -> Arrays:
+    """All tensors of a rank of an engine whose embedding has `vocab` rows, padding included."""
+    out = {"model.norm.weight": model["model.norm.weight"]}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        out[name] = cut(pad_rows(model[name], vocab), *tp)
+    for i in range(hf["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        x = {name.removeprefix(at): value for name, value in model.items() if name.startswith(at)}
+        y = {name: value for name, value in x.items() if value.ndim == 1 or name == "mlp.gate.weight"}
+        y["self_attn.o_proj.weight"] = cut(x["self_attn.o_proj.weight"], *tp, axis=1)
+        if hf["model_type"] == "qwen3_moe":
+            y["self_attn.qkv_proj.weight"] = _qkv(hf, x, *tp)
+        else:
+            fused = [x[f"self_attn.{n}.weight"] for n in ("q_a_proj", "kv_a_proj_with_mqa")]
+            y["self_attn.fused_qkv_a_proj_with_mqa.weight"] = np.concatenate(fused)
+            for name in ("self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight"):
+                y[name] = cut(x[name], *tp)
+        for prefix in ("mlp.", "mlp.shared_experts."):
+            if f"{prefix}gate_proj.weight" in x:
+                y[f"{prefix}gate_up_proj.weight"] = gate_up(x, prefix, *tp)
+                y[f"{prefix}down_proj.weight"] = cut(x[f"{prefix}down_proj.weight"], *tp, axis=1)
+        if "mlp.gate.weight" in x:
+            mine = cut(np.arange(len(x["mlp.gate.weight"])), *ep)
+            y["mlp.experts.w13_weight"] = np.stack([gate_up(x, f"mlp.experts.{e}.", *moe_tp) for e in mine])
+            down = [cut(x[f"mlp.experts.{e}.down_proj.weight"], *moe_tp, axis=1) for e in mine]
+            y["mlp.experts.w2_weight"] = np.stack(down)
+        out |= {at + name: value for name, value in y.items()}
+    return out
+
+
+def _qkv(hf: dict[str, Any], x: Arrays, ranks: int, rank: int) -> np.ndarray:
+    """[q; k; v]; when there are more ranks than key-value heads, each head is on several neighbouring ranks."""
+    groups, dim = hf["num_key_value_heads"], hf["head_dim"]
+    head_of = np.arange(ranks) * groups // ranks if ranks > groups else None
+    parts = [cut(x["self_attn.q_proj.weight"], ranks, rank)]
+    for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+        heads = x[name].reshape(groups, dim, -1)
+        mine = cut(heads, ranks, rank) if head_of is None else heads[head_of[rank]][None]
+        parts.append(mine.reshape(-1, hf["hidden_size"]))
+    return np.concatenate(parts)
+
+
+def fill(layout: TensorLayout, model: Arrays) -> np.ndarray:
+    """The tensor that a layout describes; asserts that no two boxes write the same element."""
+    local = np.full(layout.shape, -1)
+    for box in layout.boxes:
+        lead = len(box.offset) - len(box.shape)
+        target = local[box.offset[:lead]][
+            tuple(slice(o, o + n) for o, n in zip(box.offset[lead:], box.shape, strict=True))
+        ]
+        source = model[box.hf][tuple(slice(o, o + n) for o, n in zip(box.hf_offset, box.shape, strict=True))]
+        assert target.shape == source.shape == box.shape, (layout.name, box, target.shape, source.shape)
+        assert (target == -1).all(), (layout.name, box)
+        target[...] = source
+    return local

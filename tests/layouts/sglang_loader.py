@@ -1,0 +1,90 @@
+"""Loads a checkpoint with SGLang's own loader, one simulated rank after another, and compares with our layouts.
+
+A program, because SGLang must find its CPU settings before it is imported: sglang_loader.py CHECKPOINT TPxEP ...
+Prints one JSON line per rank: {"tp", "ep", "rank", "differences": [...]}.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import load_file
+from sglang.srt import runtime_context
+from sglang.srt.configs.device_config import DeviceConfig
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader import get_model
+from sglang.srt.server_args import ServerArgs
+
+from megatron_rl.layouts.boxes import TensorLayout
+from megatron_rl.layouts.compile import sglang_layouts
+from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.models import load_table
+
+GROUPS = ("tp", "moe_ep", "moe_tp", "attn_tp", "attn_cp", "pp")
+
+
+def load_rank(checkpoint: Path, *, tp: int, ep: int, rank: int) -> dict[str, torch.Tensor]:
+    """Parameters of one rank, loaded by SGLang in this process; its process groups only say where the rank stands."""
+    args = ServerArgs(
+        model_path=str(checkpoint), device="cpu", attention_backend="torch_native", tp_size=tp, ep_size=ep
+    )
+    model_config = ModelConfig.from_server_args(args)
+    runtime_context.reset_context()
+    ranks = runtime_context.SpawnRanks(world_rank=rank)
+    runtime_context.publish(args, role="scheduler", ranks=ranks, hf_config=model_config.hf_config)
+    parallel = runtime_context.get_parallel()
+    groups = {f"{g}_group": group(getattr(parallel, f"{g}_rank"), getattr(parallel, f"{g}_size")) for g in GROUPS}
+    with parallel.override(**groups):
+        model = get_model(model_config=model_config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
+    return dict(model.named_parameters())
+
+
+def group(rank: int, size: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        rank_in_group=rank,
+        rank=rank,
+        world_size=size,
+        ranks=list(range(size)),
+        is_first_rank=rank == 0,
+        is_last_rank=rank == size - 1,
+        cpu_group=None,
+        device_group=None,
+    )
+
+
+def build(layout: TensorLayout, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor that a layout describes, zero where it is padding."""
+    local = torch.zeros(layout.shape, dtype=getattr(torch, layout.dtype))
+    for box in layout.boxes:
+        lead = len(box.offset) - len(box.shape)
+        target = local[box.offset[:lead]] if lead else local
+        source = weights[box.hf]
+        for dim, extent in enumerate(box.shape):
+            target = target.narrow(dim, box.offset[lead + dim], extent)
+            source = source.narrow(dim, box.hf_offset[dim], extent)
+        target.copy_(source)
+    return local
+
+
+def differences(checkpoint: Path, *, tp: int, ep: int, rank: int) -> list[str]:
+    theirs = load_rank(checkpoint, tp=tp, ep=ep, rank=rank)
+    table = load_table(json.loads((checkpoint / "config.json").read_text()))
+    weights = load_file(checkpoint / "model.safetensors")
+    layouts = {t.name: t for t in sglang_layouts(table, SglangTopology(tp, ep), rank, dtype="bfloat16")}
+    found = [f"{name} only on one side" for name in sorted(layouts.keys() ^ theirs.keys())]
+    for name in sorted(layouts.keys() & theirs.keys()):
+        ours, tensor = build(layouts[name], weights), theirs[name]
+        if (ours.shape, ours.dtype) != (tensor.shape, tensor.dtype) or not torch.equal(ours, tensor):
+            found.append(f"{name}: {ours.dtype} {tuple(ours.shape)}, SGLang {tensor.dtype} {tuple(tensor.shape)}")
+    return found
+
+
+if __name__ == "__main__":
+    for cut in sys.argv[2:]:
+        tp, ep = map(int, cut.split("x"))
+        for rank in range(tp):
+            found = differences(Path(sys.argv[1]), tp=tp, ep=ep, rank=rank)
+            print(json.dumps({"tp": tp, "ep": ep, "rank": rank, "differences": found}), flush=True)

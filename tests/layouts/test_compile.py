@@ -1,0 +1,148 @@
+"""Layouts of both sides against tensors cut by hand, over many topologies."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.errors import LayoutError
+from megatron_rl.layouts.compile import check_megatron, check_sglang, hf_layouts, megatron_layouts, sglang_layouts
+from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.models import load_table
+from tests.layouts import reference
+from tests.tiny import TINY
+
+VOCAB = 61
+HF: dict[str, dict[str, Any]] = {family: {**hf, "vocab_size": VOCAB} for family, hf in TINY.items()}
+MODEL = {family: reference.whole_model(hf, vocab=VOCAB) for family, hf in HF.items()}
+families = st.sampled_from(sorted(HF))
+
+
+@st.composite
+def megatron_topologies(draw: st.DrawFn) -> MegatronTopology:
+    """Any cut of 4 layers that megatron-core accepts, at most 32 ranks."""
+    tp, cp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    pp, vpp, first, last = draw(
+        st.sampled_from(
+            [(1, None, None, None), (2, None, None, None), (4, None, None, None), (2, 2, None, None)]
+            + [(2, None, 3, 1), (2, None, None, 1), (3, None, 2, None), (2, None, 1, None)]
+        )
+    )
+    ep, etp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]))
+    stage = max(tp * cp, ep * etp) * draw(st.sampled_from([1, 2]))
+    return MegatronTopology(stage * pp, 4, tp, pp, vpp, cp, ep, etp, first, last)
+
+
+def equal(layouts: tuple[Any, ...], wanted: dict[str, np.ndarray], model: dict[str, np.ndarray]) -> None:
+    names = [layout.name for layout in layouts]
+    assert len(set(names)) == len(names)
+    assert set(names) == set(wanted)
+    for layout in layouts:
+        np.testing.assert_array_equal(reference.fill(layout, model), wanted[layout.name], err_msg=layout.name)
+
+
+@settings(max_examples=25, deadline=None)
+@given(family=families, topology=megatron_topologies())
+def test_megatron_ranks_hold_what_the_hand_cut_holds_each_element_once(family: str, topology: MegatronTopology) -> None:
+    hf, model = HF[family], MODEL[family]
+    table = load_table(hf)
+    padded = topology.padded_vocab(VOCAB)
+    for rank in range(topology.world_size):
+        at = topology.coordinates(rank)
+        tp, ep, etp = (topology.tp, at.tp), (topology.ep, at.ep), (topology.etp, at.etp)
+        wanted = {}
+        for c, chunk in enumerate(topology.chunks(rank)):
+            for j, layer in enumerate(chunk.layers):
+                tensors = reference.megatron_layer(hf, model, layer, tp=tp, ep=ep, etp=etp)
+                wanted |= {f"{c}:decoder.layers.{j}.{name}": value for name, value in tensors.items()}
+            if chunk.has_embedding:
+                embedding = reference.pad_rows(model["model.embed_tokens.weight"], padded)
+                wanted[f"{c}:embedding.word_embeddings.weight"] = reference.cut(embedding, *tp)
+            if chunk.has_head:
+                wanted[f"{c}:decoder.final_layernorm.weight"] = model["model.norm.weight"]
+                head = reference.pad_rows(model["lm_head.weight"], padded)
+                wanted[f"{c}:output_layer.weight"] = reference.cut(head, *tp)
+        equal(megatron_layouts(table, topology, rank, dtype="bfloat16"), wanted, model)
+
+
+@pytest.mark.parametrize("family", sorted(HF))
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+def test_engine_ranks_hold_what_the_hand_cut_holds_each_element_once(family: str, tp: int, ep: int) -> None:
+    model, moe_tp = MODEL[family], tp // ep
+    for rank in range(tp):
+        wanted = reference.sglang_rank(
+            HF[family],
+            model,
+            tp=(tp, rank),
+            ep=(ep, rank // moe_tp),
+            moe_tp=(moe_tp, rank % moe_tp),
+            vocab=64,  # 61 padded to a multiple of 64, which 1, 2 and 4 ranks divide
+        )
+        layouts = sglang_layouts(load_table(HF[family]), SglangTopology(tp, ep), rank, dtype="bfloat16")
+        equal(layouts, wanted, model)
+
+
+@pytest.mark.parametrize("family", sorted(HF))
+def test_hf_layouts_are_the_checkpoint_itself(family: str) -> None:
+    equal(hf_layouts(load_table(HF[family]), dtype="bfloat16"), MODEL[family], MODEL[family])
+
+
+@pytest.mark.parametrize("family", sorted(HF))
+def test_every_row_is_made_of_the_same_hf_tensors_on_both_sides(family: str) -> None:
+    table = load_table(HF[family])
+    names = {layout.name for layout in hf_layouts(table, dtype="bfloat16")}
+    megatron = megatron_layouts(table, MegatronTopology(1, 4), 0, dtype="bfloat16")
+    engine = sglang_layouts(table, SglangTopology(), 0, dtype="bfloat16")
+    assert {box.hf for layout in megatron for box in layout.boxes} == names
+    assert {box.hf for layout in engine for box in layout.boxes} == names
+
+
+def test_the_correction_bias_stays_float32_on_every_side() -> None:
+    table = load_table(HF["deepseek_v3"])
+    sides = (
+        megatron_layouts(table, MegatronTopology(1, 4), 0, dtype="bfloat16"),
+        sglang_layouts(table, SglangTopology(), 0, dtype="bfloat16"),
+        hf_layouts(table, dtype="bfloat16"),
+    )
+    for side in sides:
+        pinned = {layout.name.rsplit(".", 1)[1] for layout in side if layout.dtype == "float32"}
+        assert pinned <= {"expert_bias", "e_score_correction_bias"}
+        assert sum(layout.dtype == "float32" for layout in side) == 3  # layers 1, 2, 3
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("qwen3_moe", {"tp": 4}, r"parallel.tp=4 does not divide .*key-value heads.* there are 2.* one of 1, 2\."),
+        ("deepseek_v3", {"tp": 3}, r"parallel.tp=3 does not divide .*q_b_proj.*blocks of 24 rows.* one of 1, 2, 4\."),
+        ("deepseek_v3", {"ep": 5}, r"parallel.ep=5 does not divide the experts.* one of 1, 2, 3, 4, 6, 12\."),
+        ("qwen3_moe", {"etp": 3}, r"parallel.etp=3 does not divide .*gate_proj.* of which there are 40"),
+    ],
+)
+def test_a_cut_that_does_not_divide_is_refused_with_the_legal_sizes(family: str, sizes: Any, message: str) -> None:
+    topology = MegatronTopology(world_size=60, num_layers=4, **sizes)
+    with pytest.raises(LayoutError, match=message):
+        check_megatron(load_table(HF[family]), topology)
+
+
+def test_a_late_pipeline_stage_is_checked_too() -> None:
+    # Layer 0 is dense: with pp=4 the first stage alone would let ep=5 pass.
+    topology = MegatronTopology(world_size=20, num_layers=4, pp=4, ep=5)
+    megatron_layouts(load_table(HF["deepseek_v3"]), topology, 0, dtype="bfloat16")
+    with pytest.raises(LayoutError, match="parallel.ep=5"):
+        check_megatron(load_table(HF["deepseek_v3"]), topology)
+
+
+def test_an_engine_repeats_key_value_heads_only_in_whole_multiples() -> None:
+    table = load_table(HF["qwen3_moe"])
+    check_sglang(table, SglangTopology(tp=4))
+    with pytest.raises(LayoutError, match=r"rollout.tp=3 does not divide .*k_proj.*1, 2 or a multiple of 2"):
+        check_sglang(table, SglangTopology(tp=3, ep=3))
+
+
+def test_a_topology_for_another_depth_is_refused() -> None:
+    with pytest.raises(LayoutError, match="places 6 layers, the model has 4"):
+        megatron_layouts(load_table(HF["qwen3_moe"]), MegatronTopology(1, 6), 0, dtype="bfloat16")

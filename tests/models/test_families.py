@@ -1,0 +1,149 @@
+"""Families: what they refuse, how many parameters they count, and that both libraries agree on the rest."""
+
+import json
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.layouts.compile import hf_layouts
+from megatron_rl.models import load_architecture, load_table
+from tests.tiny import TINY
+
+DEEPSEEK = {**TINY["deepseek_v3"], "vocab_size": 61}
+QWEN = {**TINY["qwen3_moe"], "vocab_size": 61}
+YARN = DEEPSEEK["rope_scaling"]
+
+
+def count(hf: dict[str, Any]) -> int:
+    total = 0
+    for layout in hf_layouts(load_table(hf), dtype="bfloat16"):
+        size = 1
+        for extent in layout.shape:
+            size *= extent
+        total += size
+    return total
+
+
+def test_deepseek_v3_has_the_671_billion_parameters_of_its_report() -> None:
+    sizes = {
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "vocab_size": 129280,
+    }
+    # 671,026,404,352 weights in the main model's tensors, and a correction bias for each of 256 experts of 58 layers.
+    assert count(DEEPSEEK | sizes) == 671_026_404_352 + 256 * 58
+
+
+def test_qwen3_30b_a3b_has_its_30_532_122_624_parameters() -> None:
+    sizes = {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "vocab_size": 151936,
+    }
+    assert count(QWEN | sizes) == 30_532_122_624
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_a_checkpoint_that_transformers_writes_has_exactly_our_tensors(family: str, tmp_path: Any) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**TINY[family], vocab_size=61)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    # Read from the config.json that transformers wrote, whose keys differ from ours.
+    hf = json.loads((tmp_path / "config.json").read_text())
+    assert {layout.name: layout.shape for layout in hf_layouts(load_table(hf), dtype="bfloat16")} == theirs
+    assert load_architecture(hf).megatron == load_architecture({**TINY[family], "vocab_size": 61}).megatron
+
+
+@pytest.mark.parametrize("hf", [DEEPSEEK, QWEN], ids=["deepseek_v3", "qwen3_moe"])
+def test_megatron_core_takes_the_config_as_it_is(hf: dict[str, Any]) -> None:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    model = load_architecture(hf)
+    config = (MLATransformerConfig if model.mla else TransformerConfig)(**model.megatron)
+    assert {name: getattr(config, name) for name in model.megatron} == model.megatron
+
+
+def test_deepseek_v3_in_megatrons_words() -> None:
+    model = load_architecture(DEEPSEEK)
+    assert (model.mla, model.vocab_size, model.rotary_base, model.tied) == (True, 61, 10000.0, False)
+    wanted = {
+        "hidden_size": 48,
+        "ffn_hidden_size": 88,
+        "moe_ffn_hidden_size": 56,
+        "moe_shared_expert_intermediate_size": 112,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.75,
+    }
+    assert {name: model.megatron[name] for name in wanted} == wanted
+
+
+def test_positions_without_scaling_are_plain() -> None:
+    plain = load_architecture({**DEEPSEEK, "rope_scaling": None}).megatron
+    assert (plain["rope_type"], plain["rotary_base"]) == ("rope", 10000.0)
+    assert "mscale" not in plain
+    new_style = {**DEEPSEEK, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    assert load_architecture(new_style).rotary_base == 5e5
+
+
+def test_probabilities_that_are_not_renormalized_take_softmax_first() -> None:
+    assert load_architecture(QWEN).megatron["moe_router_pre_softmax"] is False
+    assert load_architecture({**QWEN, "norm_topk_prob": False}).megatron["moe_router_pre_softmax"] is True
+
+
+@pytest.mark.parametrize(
+    ("hf", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, r"'LlamaForCausalLM'.* Known: DeepseekV3ForCausalLM, Qwen3MoeFor"),
+        ({}, r"Architecture '\(none\)'"),
+        ({**DEEPSEEK, "quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\).*Convert it first"),
+        ({**QWEN, "tie_word_embeddings": True}, r"tie_word_embeddings=True; for Qwen3MoeForCausalLM only False"),
+        ({**QWEN, "mlp_only_layers": [2]}, r"mlp_only_layers=\[2\]"),
+        ({**DEEPSEEK, "q_lora_rank": None}, r"has no 'q_lora_rank'"),
+    ],
+)
+def test_a_model_we_cannot_carry_is_refused(hf: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_table(hf)
+
+
+@pytest.mark.parametrize(
+    ("hf", "message"),
+    [
+        ({**DEEPSEEK, "num_experts_per_tok": 6}, r"best 3 experts.* by its best 2\. Set num_experts_per_tok to 4"),
+        ({**DEEPSEEK, "rope_scaling": {**YARN, "attention_factor": 1.0}}, r"attention_factor.*Write it in full"),
+        ({**DEEPSEEK, "rope_scaling": {**YARN, "type": "longrope"}}, r"rope_type='longrope' is not supported"),
+        ({**QWEN, "rope_scaling": YARN}, r"Remove rope_scaling"),
+        ({k: v for k, v in QWEN.items() if k != "rope_theta"}, r"no rope_theta"),
+    ],
+)
+def test_a_model_that_megatron_would_compute_otherwise_is_refused(hf: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_architecture(hf)

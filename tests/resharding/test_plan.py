@@ -1,0 +1,150 @@
+"""Plans: by hand, and between real layouts against a slow copy of every element."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.errors import LayoutError
+from megatron_rl.layouts.boxes import Box, TensorLayout
+from megatron_rl.layouts.compile import hf_layouts, megatron_layouts, sglang_layouts
+from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.models import load_table
+from megatron_rl.resharding.plan import Copy, make_plan, plan_hash
+from tests.layouts import reference
+from tests.layouts.test_compile import HF, MODEL, families, megatron_topologies
+
+Layouts = dict[int, tuple[TensorLayout, ...]]
+
+
+def tensor(name: str, shape: tuple[int, ...], *boxes: Box, dtype: str = "bfloat16") -> TensorLayout:
+    return TensorLayout(name, shape, dtype, boxes)
+
+
+def rows(hf: str, start: int, count: int, *, at: int = 0, cols: int = 5) -> Box:
+    return Box(hf, (start, 0), (at, 0), (count, cols))
+
+
+def test_a_destination_across_two_sources_is_two_copies() -> None:
+    # Source ranks 4 and 7 hold rows 0:3 and 3:6; the destination wants rows 2:5 from its own row 1 on.
+    sources = {4: [tensor("a", (3, 5), rows("w", 0, 3))], 7: [tensor("a", (3, 5), rows("w", 3, 3))]}
+    assert make_plan(sources, {0: [tensor("b", (4, 5), rows("w", 2, 3, at=1))]}) == (
+        Copy(4, 0, "a", (2, 0), "b", (1, 0), (1, 5)),
+        Copy(7, 0, "a", (0, 0), "b", (2, 0), (2, 5)),
+    )
+
+
+def test_a_slot_is_the_first_number_of_an_offset() -> None:
+    stacked = tensor("w13", (2, 6, 5), Box("e0", (0, 0), (0, 3, 0), (3, 5)), Box("e1", (0, 0), (1, 3, 0), (3, 5)))
+    sources = {0: [tensor("fc1.0", (3, 5), rows("e0", 0, 3)), tensor("fc1.1", (3, 5), rows("e1", 0, 3))]}
+    assert make_plan(sources, {0: [stacked]})[1] == Copy(0, 0, "fc1.1", (0, 0), "w13", (1, 3, 0), (3, 5))
+    back = make_plan({0: [stacked]}, {0: [tensor("fc1.1", (1, 5), rows("e1", 2, 1))]})
+    assert back == (Copy(0, 0, "w13", (1, 5, 0), "fc1.1", (0, 0), (1, 5)),)
+
+
+def test_replicas_share_the_sending_by_bytes() -> None:
+    # Rank 0 alone holds 60 float32 bytes of "big"; ranks 0, 1 and 2 all hold "x", "y", "z" of 30 bfloat16 bytes.
+    small = [tensor(n, (3, 5), rows(n, 0, 3)) for n in "xyz"]
+    big = tensor("big", (3, 5), rows("big", 0, 3), dtype="float32")
+    plan = make_plan({0: [big, *small], 1: small, 2: small}, {0: [big, *small]})
+    assert [(copy.src, copy.src_rank) for copy in plan] == [("big", 0), ("x", 1), ("y", 2), ("z", 1)]
+
+
+def test_an_element_without_source_is_named() -> None:
+    sources = {0: [tensor("a", (3, 5), rows("w", 0, 3))]}
+    with pytest.raises(
+        LayoutError, match=r"b on destination rank 2: 10 of 25 elements of w \[0:5, 0:5\] have no source"
+    ):
+        make_plan(sources, {2: [tensor("b", (5, 5), rows("w", 0, 5))]})
+    with pytest.raises(LayoutError, match="c on destination rank 2: 5 of 5 elements of v"):
+        make_plan(sources, {2: [tensor("c", (1, 5), rows("v", 0, 1))]})
+
+
+def test_an_element_with_two_unlike_sources_is_named() -> None:
+    sources = {0: [tensor("a", (3, 5), rows("w", 0, 3))], 5: [tensor("a", (4, 5), rows("w", 2, 4))]}
+    with pytest.raises(LayoutError, match=r"w: source rank 0 holds \[0:3, 0:5\] and source rank 5 holds \[2:6, 0:5\]"):
+        make_plan(sources, {0: [tensor("b", (2, 5), rows("w", 0, 2))]})
+
+
+def test_a_destination_written_twice_is_named() -> None:
+    sources = {0: [tensor("a", (6, 5), rows("w", 0, 6))]}
+    twice = tensor("b", (4, 5), rows("w", 0, 3), rows("w", 3, 2, at=2))
+    with pytest.raises(LayoutError, match=r"b on destination rank 1: w at \(0, 0\) and w at \(2, 0\) overlap"):
+        make_plan(sources, {1: [twice]})
+
+
+def test_the_hash_changes_with_any_copy() -> None:
+    copy = Copy(0, 0, "a", (0, 0), "b", (0, 0), (3, 5))
+    changed = [replace(copy, src_rank=1), replace(copy, src="c"), replace(copy, dst_offset=(1, 0))]
+    hashes = {plan_hash([copy]), plan_hash([copy, copy]), plan_hash([]), *(plan_hash([c]) for c in changed)}
+    assert len(hashes) == 6
+    assert plan_hash((copy,)) == plan_hash([replace(copy)])
+
+
+def run(
+    plan: tuple[Copy, ...], sources: Layouts, destinations: Layouts, model: reference.Arrays
+) -> dict[Any, np.ndarray]:
+    """Carry out a plan on ids. Asserts that nothing is written twice."""
+    have = {(r, t.name): reference.fill(t, model) for r, layouts in sources.items() for t in layouts}
+    got = {(r, t.name): np.full(t.shape, -1) for r, layouts in destinations.items() for t in layouts}
+    for copy in plan:
+        source = window(have[copy.src_rank, copy.src], copy.src_offset, copy.shape)
+        target = window(got[copy.dst_rank, copy.dst], copy.dst_offset, copy.shape)
+        assert source.shape == target.shape == copy.shape
+        assert (target == -1).all() and (source != -1).all(), copy
+        target[...] = source
+    return got
+
+
+def window(array: np.ndarray, offset: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    lead = len(offset) - len(shape)
+    return array[offset[:lead]][tuple(slice(o, o + n) for o, n in zip(offset[lead:], shape, strict=True))]
+
+
+engines = st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+
+
+@settings(max_examples=25, deadline=None)
+@given(family=families, topology=megatron_topologies(), engine=engines)
+def test_a_sync_gives_every_engine_rank_its_tensors_and_no_padding(
+    family: str, topology: MegatronTopology, engine: tuple[int, int]
+) -> None:
+    hf, model, (tp, ep) = HF[family], MODEL[family], engine
+    table, moe_tp = load_table(hf), tp // ep
+    sources = {r: megatron_layouts(table, topology, r, dtype="float32") for r in range(topology.world_size)}
+    destinations = {r: sglang_layouts(table, SglangTopology(tp, ep), r, dtype="bfloat16") for r in range(tp)}
+    plan = make_plan(sources, destinations)
+    got = run(plan, sources, destinations, model)
+    for r in range(tp):
+        places = {"tp": (tp, r), "ep": (ep, r // moe_tp), "moe_tp": (moe_tp, r % moe_tp)}
+        for name, wanted in reference.sglang_rank(hf, model, **places, vocab=64).items():
+            np.testing.assert_array_equal(got[r, name], wanted, err_msg=f"{name} on {r}")
+    assert plan == make_plan(dict(reversed(sources.items())), destinations)
+
+
+@settings(max_examples=15, deadline=None)
+@given(family=families, topology=megatron_topologies())
+def test_an_export_gives_back_the_checkpoint(family: str, topology: MegatronTopology) -> None:
+    model, table = MODEL[family], load_table(HF[family])
+    sources = {r: megatron_layouts(table, topology, r, dtype="bfloat16") for r in range(topology.world_size)}
+    destinations = {0: hf_layouts(table, dtype="bfloat16")}
+    plan = make_plan(sources, destinations)
+    for (_, name), array in run(plan, sources, destinations, model).items():
+        np.testing.assert_array_equal(array, model[name], err_msg=name)
+
+
+@pytest.mark.parametrize("family", sorted(HF))
+def test_no_replica_is_ahead_of_another_by_more_than_one_rectangle(family: str) -> None:
+    table, topology = load_table(HF[family]), MegatronTopology(world_size=6, num_layers=4, tp=2)
+    sources = {r: megatron_layouts(table, topology, r, dtype="bfloat16") for r in range(6)}
+    plan = make_plan(sources, {0: hf_layouts(table, dtype="bfloat16")})
+    sent: Counter[int] = Counter()
+    for copy in plan:
+        sent[copy.src_rank] += int(np.prod(copy.shape))
+    largest = max(int(np.prod(copy.shape)) for copy in plan)
+    assert max(sent.values()) - min(sent[r] for r in range(6)) <= largest

@@ -50,7 +50,8 @@ def clipped_token_loss(inputs: LossInputs, params: AlgorithmConfig) -> tuple[Ten
     surrogate_N = torch.minimum(ratio_N * inputs.advantages_N, clipped_N * inputs.advantages_N)
     loss = -surrogate_N.sum()
     if inputs.reference_logprobs_N is None:
-        assert params.kl_coef == 0, f"kl_coef={params.kl_coef} without reference log-probabilities"
+        # An empty micro-batch has nothing to compare, and so no reference either.
+        assert params.kl_coef == 0 or not len(inputs.logprobs_N), (params.kl_coef, inputs.logprobs_N.shape)
         kl = k3(inputs.logprobs_N.detach(), inputs.rollout_logprobs_N).sum()
     else:
         kl = k3(inputs.logprobs_N, inputs.reference_logprobs_N).sum()

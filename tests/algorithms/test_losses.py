@@ -167,10 +167,16 @@ def test_a_policy_far_from_the_one_that_sampled_gives_finite_loss_and_gradient()
 
 
 def test_a_micro_batch_without_response_tokens_adds_nothing_and_still_has_a_gradient():
-    loss, sums = clipped_token_loss(inputs_of([], [], []), PARAMS)
-    loss.backward()
-    assert loss.item() == 0.0
-    assert all(value.item() == 0.0 for value in sums.values())
+    for params in (PARAMS, replace(PARAMS, kl_coef=0.1)):
+        loss, sums = clipped_token_loss(inputs_of([], [], []), params)
+        loss.backward()
+        assert loss.item() == 0.0
+        assert all(value.item() == 0.0 for value in sums.values())
+
+
+def test_a_kl_penalty_without_a_reference_is_our_own_fault():
+    with pytest.raises(AssertionError, match="0.1"):
+        clipped_token_loss(inputs_of([-1.0], [-1.0], [1.0]), replace(PARAMS, kl_coef=0.1))
 
 
 def test_sft_loss_is_the_negative_log_likelihood():

@@ -1,0 +1,194 @@
+"""The driver's handle on the engines: splits prompts over them, and calls all of them for a weight update."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megatron_rl.cluster import Pool, gather
+from megatron_rl.config import RolloutConfig, SamplingConfig
+from megatron_rl.errors import BackendError, DataError
+from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec
+from megatron_rl.rollout.options import ServerSettings
+from megatron_rl.rollout.server import Answers, Request, Server
+from megatron_rl.types import Prompt, Sample
+
+MARGIN_S = 60.0
+"""What an actor gets beyond its server's own deadline, so that the server's error text arrives first."""
+CONTROL_TIMEOUT_S = 900.0
+STOP_TIMEOUT_S = 30.0
+CONCURRENT_CALLS = 4
+"""On one server: a request, beside whatever must interrupt it."""
+
+
+class Fleet:
+    """Satisfies `protocols.Engine` and `resharding.sync.WeightReceiver`."""
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        sampling: SamplingConfig,
+        model_directory: Path,
+        *,
+        context_length: int,
+        pool: Pool,
+        logs: Path,
+    ):
+        """Start `rollout.engines` servers in `pool` and wait until all are healthy.
+
+        `context_length` is the model's max_position_embeddings. Server i logs to `logs`/engine-i.log, its actor to
+        `logs`/engine-i.actor.log. Raises: BackendError with the server's own error text.
+        """
+        self._rollout, self._sampling, self._logs = rollout, sampling, logs
+        self._context_length = min(context_length, rollout.max_total_tokens)
+        self._version = 0
+        device = "cuda" if pool.bundle.get("GPU") else "cpu"
+        self._servers = {
+            name: pool.spawn(
+                Server,
+                _settings(rollout, name, model_directory, device=device, logs=logs),
+                index=i,
+                log=logs / f"{name}.actor.log",
+                concurrency=CONCURRENT_CALLS,
+            )
+            for i, name in enumerate(f"engine-{i}" for i in range(rollout.engines))
+        }
+        self._call("start", what="Starting the engines", timeout_s=rollout.start_timeout_s + MARGIN_S)
+
+    def generate(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, seed: int) -> list[Sample]:
+        """Sample answers; group i holds `samples_per_prompt` samples of prompts[i], in order.
+
+        Each sample has a seed of its own, made of `seed`, its group and its place in it: the same call gives the same
+        tokens, on whichever engine. Raises: DataError for a prompt that leaves no room for an answer.
+        """
+        for prompt in prompts:
+            self._check_length(prompt)
+        groups: list[list[Sample]] = [[] for _ in prompts]
+        pending = list(range(len(prompts)))
+        running: dict[Any, tuple[str, list[int], Any]] = {}
+        load = dict.fromkeys(self._servers, 0)
+        while pending or running:
+            for name, share in self._shares(pending, load, samples_per_prompt):
+                request = self._request([prompts[g] for g in share], share, samples_per_prompt, seed)
+                rollouts, answers = self._servers[name].generate.options(num_returns=2).remote(request)
+                running[answers] = (name, share, rollouts)
+                load[name] += len(share)
+            name, share, rollouts, answers = self._next(running)
+            load[name] -= len(share)
+            self._check_versions(name, answers)
+            for i, group in enumerate(share):
+                rows = range(i * samples_per_prompt, (i + 1) * samples_per_prompt)
+                groups[group] = [_sample(prompts[group], group, rollouts, answers, row) for row in rows]
+        return [sample for group in groups for sample in group]
+
+    def pause(self) -> None:
+        """Stop generating on every engine."""
+        self._call("pause", what="Pausing the engines")
+
+    def load_weights(self, spec: SyncSpec, buckets: Sequence[Bucket]) -> list[list[LoadReport]]:
+        """Every engine replaces its weights; [engine][rank]. Raises: SyncError naming engine and rank."""
+        return self._call("load_weights", spec, buckets, what="Loading weights into the engines")
+
+    def commit(self, version: int) -> None:
+        """Every engine takes the version and generates again."""
+        self._call("commit", version, what="Committing the weights")
+        self._version = version
+
+    def stop(self) -> None:
+        """End every server and its actor."""
+        self._call("stop", what="Stopping the engines", timeout_s=STOP_TIMEOUT_S)
+        for server in self._servers.values():
+            ray.kill(server)
+
+    def _check_length(self, prompt: Prompt) -> None:
+        length, limit = len(prompt.tokens), self._context_length
+        if length + self._sampling.max_tokens > limit:
+            raise DataError(
+                f"Prompt {prompt.id} has {length} tokens; with sampling.max_tokens={self._sampling.max_tokens} that is "
+                f"more than the {limit} of the model's context and rollout.max_total_tokens. Shorten it, or lower "
+                "sampling.max_tokens."
+            )
+
+    def _shares(
+        self, pending: list[int], load: dict[str, int], samples_per_prompt: int
+    ) -> Iterator[tuple[str, list[int]]]:
+        """Take groups off `pending`, each for the least loaded engine, until all engines have all they can run."""
+        capacity = max(self._rollout.max_running_requests // samples_per_prompt, 1)
+        shares: dict[str, list[int]] = {}
+        while pending:
+            name = min(load, key=lambda n: load[n] + len(shares.get(n, ())))
+            if load[name] + len(shares.get(name, ())) >= capacity:
+                break
+            shares.setdefault(name, []).append(pending.pop(0))
+        yield from shares.items()
+
+    def _request(self, prompts: Sequence[Prompt], groups: Sequence[int], samples_per_prompt: int, seed: int) -> Request:
+        return Request(
+            prompts=tuple(p.tokens for p in prompts),
+            samples_per_prompt=samples_per_prompt,
+            seeds=tuple(sample_seed(seed, group, i) for group in groups for i in range(samples_per_prompt)),
+            max_tokens=self._sampling.max_tokens,
+            temperature=self._sampling.temperature,
+        )
+
+    def _next(self, running: dict[Any, tuple[str, list[int], Any]]) -> tuple[str, list[int], Any, Answers]:
+        limit_s = self._rollout.request_timeout_s
+        done, _ = ray.wait(list(running), num_returns=1, timeout=limit_s + MARGIN_S)
+        if not done:
+            names = ", ".join(sorted({name for name, _, _ in running.values()}))
+            raise BackendError(
+                f"Generating: no answer from {names} within rollout.request_timeout_s={limit_s:.0f}. See {self._logs}."
+            )
+        name, share, rollouts = running.pop(done[0])
+        (answers,) = gather({name: done[0]}, what="Generating", timeout_s=MARGIN_S, logs=self._logs)
+        return name, share, rollouts, answers
+
+    def _check_versions(self, name: str, answers: Answers) -> None:
+        wrong = set(answers.versions) - {self._version}
+        if wrong:
+            raise BackendError(
+                f"{name} sampled with weights of version {sorted(wrong)}, and version {self._version} is committed: it "
+                "was restarted or updated behind the fleet's back. Resume with the same command."
+            )
+
+    def _call(self, method: str, *args: Any, what: str, timeout_s: float = CONTROL_TIMEOUT_S) -> list[Any]:
+        calls = {name: getattr(server, method).remote(*args) for name, server in self._servers.items()}
+        return gather(calls, what=what, timeout_s=timeout_s, logs=self._logs)
+
+
+def sample_seed(seed: int, group: int, index: int) -> int:
+    """63 bits that no other (seed, group, index) shares, but by chance."""
+    digest = hashlib.blake2b(f"{seed}/{group}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _settings(rollout: RolloutConfig, name: str, model_directory: Path, *, device: str, logs: Path) -> ServerSettings:
+    return ServerSettings(
+        name=name,
+        model_path=str(model_directory),
+        log_path=str(logs / f"{name}.log"),
+        device=device,
+        tp=rollout.tp,
+        ep=rollout.ep,
+        dtype=rollout.dtype,
+        max_total_tokens=rollout.max_total_tokens,
+        max_running_requests=rollout.max_running_requests,
+        start_timeout_s=rollout.start_timeout_s,
+        request_timeout_s=rollout.request_timeout_s,
+        sglang=rollout.sglang,
+    )
+
+
+def _sample(prompt: Prompt, group: int, rollouts: Any, answers: Answers, row: int) -> Sample:
+    return Sample(
+        prompt_id=prompt.id,
+        group=group,
+        rollouts=rollouts,
+        row=row,
+        prompt_tokens=len(prompt.tokens),
+        response_tokens=answers.response_tokens[row],
+        finish=answers.finish[row],
+        version=answers.versions[row],
+    )

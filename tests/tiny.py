@@ -80,3 +80,39 @@ TINY: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }
+
+FULL_SIZE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": TINY["deepseek_v3"]
+    | {
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "vocab_size": 129280,
+    },
+    "qwen3_moe": TINY["qwen3_moe"]
+    | {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    },
+}
+"""DeepSeek-V3 (671B) and Qwen3-30B-A3B, for tests that only count."""

@@ -1,10 +1,10 @@
 """From a table and a topology to the tensors of one rank."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.boxes import Box, TensorLayout
-from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.layouts.megatron_topology import Chunk, MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.layouts.table import Block, Table
 from megatron_rl.layouts.terms import Expert, Local, Place, Term, local, share, tensors_of
@@ -26,10 +26,8 @@ def megatron_layouts(table: Table, topology: MegatronTopology, rank: int, *, dty
     blocks = {block.place: block for block in table.blocks}
     layouts: list[TensorLayout] = []
     for number, chunk in enumerate(topology.chunks(rank)):
-        held: list[tuple[int | None, Block]] = [(j, blocks[i]) for j, i in enumerate(chunk.layers)]
-        held = [(None, blocks["first"])] * chunk.has_embedding + held + [(None, blocks["last"])] * chunk.has_head
-        for j, block in held:
-            prefix = f"{number}:{block.megatron.format(layer=j)}"
+        for layer, block in _held(chunk, blocks):
+            prefix = f"{number}:{block.megatron.format(layer=layer)}"
             for row in block.rows:
                 for name, term in row.megatron.items():
                     layouts += _compile(prefix + name, term, place, block.hf, dtype)
@@ -72,7 +70,17 @@ def check_sglang(table: Table, topology: SglangTopology) -> None:
     sglang_layouts(table, topology, 0, dtype="float32")
 
 
-def _compile(name: str, term: Term, place: Place, hf: str, dtype: str) -> Iterable[TensorLayout]:
+def _held(chunk: Chunk, blocks: Mapping[int | str, Block]) -> Iterator[tuple[int | None, Block]]:
+    """The blocks of a chunk, a layer with its index within the chunk."""
+    if chunk.has_embedding:
+        yield None, blocks["first"]
+    for local_index, layer in enumerate(chunk.layers):
+        yield local_index, blocks[layer]
+    if chunk.has_head:
+        yield None, blocks["last"]
+
+
+def _compile(name: str, term: Term, place: Place, hf: str, dtype: str) -> Iterator[TensorLayout]:
     (dtype,) = {t.dtype or dtype for t in tensors_of(term)}
     if not isinstance(term, Expert):
         piece = local(term, place)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_rl.layouts.terms import HfTensor, Term, tensors_of
+from megatron_rl.layouts.terms import Expert, HfTensor, Term, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Row:
         """Each HF tensor of the row, with the number of experts that have one (None: not an expert's)."""
         for term in self.megatron.values():
             for tensor in tensors_of(term):
-                yield tensor, getattr(term, "experts", None)
+                yield tensor, term.experts if isinstance(term, Expert) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.compile import hf_layouts
 from megatron_rl.models import load_table
+from megatron_rl.models.family import read
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+INITIALIZER_RANGE = 0.02  # what transformers takes when a config does not say
 
 
 def write_random_checkpoint(
@@ -42,7 +44,7 @@ def write_random_checkpoint(
     }
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("eos_token_id", "pad_token_id")})
-    _write_tokenizer(directory, tokens, max_length=config["max_position_embeddings"])
+    _write_tokenizer(directory, tokens, max_length=read(config, "max_position_embeddings"))
     _write_weights(directory / "model.safetensors", config, seed=seed, jitter=jitter)
 
 
@@ -70,14 +72,15 @@ def _write_tokenizer(directory: Path, tokens: list[str], *, max_length: int) -> 
 
 def _write_weights(path: Path, config: dict[str, Any], *, seed: int, jitter: float) -> None:
     generator = torch.Generator().manual_seed(seed)
+    std = config.get("initializer_range", INITIALIZER_RANGE)
     tensors = {}
-    for layout in hf_layouts(load_table(config), dtype=config["dtype"]):
+    for layout in hf_layouts(load_table(config), dtype=read(config, "dtype", "torch_dtype")):
         noise = torch.randn(layout.shape, generator=generator)
         if layout.name.endswith("e_score_correction_bias"):
             value = noise * jitter
         elif len(layout.shape) == 1:
             value = 1 + noise * jitter
         else:
-            value = noise * config["initializer_range"]
+            value = noise * std
         tensors[layout.name] = value.to(getattr(torch, layout.dtype))
     save_file(tensors, path, metadata={"format": "pt"})

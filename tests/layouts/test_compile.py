@@ -1,5 +1,6 @@
 """Layouts of both sides against tensors cut by hand, over many topologies."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
 from tests.layouts import reference
-from tests.tiny import TINY
+from tests.tiny import FULL_SIZE, TINY
 
 VOCAB = 61
 HF: dict[str, dict[str, Any]] = {family: {**hf, "vocab_size": VOCAB} for family, hf in TINY.items()}
@@ -141,6 +142,15 @@ def test_an_engine_repeats_key_value_heads_only_in_whole_multiples() -> None:
     check_sglang(table, SglangTopology(tp=4))
     with pytest.raises(LayoutError, match=r"rollout.tp=3 does not divide .*k_proj.*1, 2 or a multiple of 2"):
         check_sglang(table, SglangTopology(tp=3, ep=3))
+
+
+def test_one_rank_of_a_671b_model_compiles_within_a_second() -> None:
+    topology = MegatronTopology(512, 61, tp=2, pp=16, ep=32, first_stage_layers=3, last_stage_layers=2)
+    start = time.perf_counter()
+    layouts = megatron_layouts(load_table(FULL_SIZE["deepseek_v3"]), topology, 200, dtype="bfloat16")
+    assert time.perf_counter() - start < 1.0  # 10 ms when written
+    # Stage 6 has layers 23 to 26, each with 8 of 256 experts (2 tensors each) and 13 other tensors.
+    assert len(layouts) == 4 * (8 * 2 + 13)
 
 
 def test_a_topology_for_another_depth_is_refused() -> None:

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.compile import hf_layouts
 from megatron_rl.models import load_architecture, load_table
-from tests.tiny import TINY
+from tests.tiny import FULL_SIZE, TINY
 
 DEEPSEEK = {**TINY["deepseek_v3"], "vocab_size": 61}
 QWEN = {**TINY["qwen3_moe"], "vocab_size": 61}
@@ -27,38 +27,12 @@ def count(hf: dict[str, Any]) -> int:
 
 
 def test_deepseek_v3_has_the_671_billion_parameters_of_its_report() -> None:
-    sizes = {
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "first_k_dense_replace": 3,
-        "num_attention_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "vocab_size": 129280,
-    }
     # 671,026,404,352 weights in the main model's tensors, and a correction bias for each of 256 experts of 58 layers.
-    assert count(DEEPSEEK | sizes) == 671_026_404_352 + 256 * 58
+    assert count(FULL_SIZE["deepseek_v3"]) == 671_026_404_352 + 256 * 58
 
 
 def test_qwen3_30b_a3b_has_its_30_532_122_624_parameters() -> None:
-    sizes = {
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "vocab_size": 151936,
-    }
-    assert count(QWEN | sizes) == 30_532_122_624
+    assert count(FULL_SIZE["qwen3_moe"]) == 30_532_122_624
 
 
 @pytest.mark.parametrize("family", sorted(TINY))

@@ -54,6 +54,13 @@ def test_weights_follow_the_seed_and_keep_their_dtypes(tmp_path: Path) -> None:
     assert a[bias].dtype == torch.float32
 
 
+def test_a_config_without_initializer_range_gets_that_of_transformers(tmp_path: Path) -> None:
+    config = {key: value for key, value in TINY["qwen3_moe"].items() if key != "initializer_range"}
+    write_random_checkpoint(tmp_path, config, characters="ab", seed=0)
+    std = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].float().std().item()
+    assert std == pytest.approx(0.02, abs=0.0007)  # 192 x 56 draws: 5 standard errors of 0.02 / sqrt(2 * 10752)
+
+
 def test_without_jitter_norms_are_one_and_router_biases_zero(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, TINY["deepseek_v3"], characters="ab", seed=0)
     weights = load_file(tmp_path / "model.safetensors")

@@ -27,10 +27,10 @@ def find_family(hf_config: HfConfig) -> Family:
         raise ConfigError(
             f"Architecture {names[0]!r} in config.json is not known. Known: {', '.join(sorted(FAMILIES))}."
         )
-    if "quantization_config" in hf_config:
+    if quantization := hf_config.get("quantization_config"):
         raise ConfigError(
-            f"The checkpoint is quantized ({hf_config['quantization_config'].get('quant_method')}): training needs its "
-            "weights in bfloat16 or float32. Convert it first."
+            f"The checkpoint is quantized ({quantization.get('quant_method')}): training needs its weights in bfloat16 "
+            "or float32. Convert it first."
         )
     family = FAMILIES[names[0]]
     refuse(hf_config, family.supported)

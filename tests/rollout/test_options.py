@@ -1,0 +1,47 @@
+"""The server's command line."""
+
+import pytest
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.rollout.options import LOADER, ServerSettings, check_sglang_options, command
+from megatron_rl.rollout.receiver import __name__ as receiver_module
+
+
+def settings(**values: object) -> ServerSettings:
+    base = {"name": "engine-0", "model_path": "/m", "log_path": "/l", "device": "cpu"}
+    return ServerSettings(**{**base, **values})  # type: ignore[arg-type]
+
+
+def test_the_loader_is_where_the_command_line_says() -> None:
+    assert f"{receiver_module}.load" == LOADER
+
+
+def test_options_of_sglang_pass_in_either_spelling() -> None:
+    check_sglang_options({"chunked_prefill_size": 64, "mem-fraction-static": 0.5})
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="chunked_prefil_size.*Did you mean 'chunked_prefill_size'"):
+        check_sglang_options({"chunked_prefil_size": 64})
+
+
+def test_an_option_that_has_a_key_of_its_own_names_it() -> None:
+    with pytest.raises(ConfigError, match="rollout.sglang.tp is set by rollout.tp"):
+        check_sglang_options({"tp": 2})
+
+
+def test_an_option_that_weight_sync_needs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="custom-weight-loader"):
+        check_sglang_options({"custom-weight-loader": "x"})
+
+
+def test_true_is_a_bare_flag_false_is_absent_and_a_list_is_many_words() -> None:
+    words = command(settings(sglang={"enable_metrics": True, "log_requests": False, "cuda_graph_bs": [1, 2]}), port=5)
+
+    assert words[-4:] == ["--enable-metrics", "--cuda-graph-bs", "1", "2"]
+    assert "--log-requests" not in words
+
+
+def test_cpu_flags_are_given_only_without_a_gpu() -> None:
+    assert "torch_native" in command(settings(device="cpu"), port=5)
+    assert "torch_native" not in command(settings(device="cuda"), port=5)

@@ -138,8 +138,6 @@ def _patch_random() -> None:
 class _TypeName(str):
     """`torch.FloatTensor` that also equals "torch.cuda.FloatTensor": the optimizer compares these strings."""
 
-    __slots__ = ()
-
     def __eq__(self, other: object) -> bool:
         return str(self) == (other.replace("torch.cuda.", "torch.") if isinstance(other, str) else other)
 

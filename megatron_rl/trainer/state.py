@@ -8,6 +8,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from torch import Tensor
 
+from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError, DataError
 
 Chunks = Sequence[torch.nn.Module]
@@ -87,6 +88,15 @@ def read(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise DataError(f"{path} does not exist: this is no checkpoint of ours. Resume from another, or start anew.")
     return torch.load(path, weights_only=True)
+
+
+def layout_of(config: Config) -> dict[str, Any]:
+    """Config keys that a rank's optimizer shards depend on, with their values."""
+    names = ("world_size", "dtype", "distributed_optimizer")
+    return {
+        **{f"parallel.{name}": value for name, value in vars(config.parallel).items()},
+        **{f"trainer.{name}": getattr(config.trainer, name) for name in names},
+    }
 
 
 def check_same_layout(saved: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:

@@ -15,6 +15,8 @@ from megatron_rl.trainer.rank_batch import split
 from megatron_rl.trainer.worker import Worker
 from megatron_rl.types import Batch
 
+STOP_TIMEOUT_S = 10.0
+
 
 class MegatronTrainer:
     """Satisfies `protocols.Trainer` and `sync.WeightSender`."""
@@ -79,8 +81,8 @@ class MegatronTrainer:
         return self._call("rss_bytes", what="Reading memory")
 
     def stop(self) -> None:
-        """Free what the ranks hold outside their processes, and end them."""
-        self._call("close", what="Stopping the trainer", timeout_s=30.0)
+        """Let the ranks free what outlives them, and end them; also when some are dead already."""
+        ray.wait([a.close.remote() for a in self._actors], num_returns=len(self._actors), timeout=STOP_TIMEOUT_S)
         for actor in self._actors:
             ray.kill(actor)
 

@@ -1,5 +1,6 @@
 """Weights between a rank and Hugging Face checkpoints, by the layout table. No rank ever holds a whole model."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -84,6 +85,21 @@ def import_hf(directory: Path, tensors: Mapping[str, Tensor], layouts: Iterable[
                 )
             part = source[tuple(slice(a, end) for a, end in zip(box.hf_offset, ends, strict=True))]
             copy_view(tensor, box.offset, box.shape).copy_(part)
+
+
+@contextlib.contextmanager
+def swapped(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
+    """Compute with other weights, then put the own ones back."""
+    own = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(others[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(own[name])
 
 
 def write_headers(directory: Path, layouts: Sequence[TensorLayout]) -> None:

@@ -3,12 +3,13 @@
 A plain class; `trainer.MegatronTrainer` runs one in each actor. Unless said otherwise all ranks call a method together.
 """
 
-import contextlib
 import json
 import logging
+import os
 import resource
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ class Worker:
         Raises: ConfigError, LayoutError, DataError when config, model and checkpoint do not go together.
         """
         trainer = self.config.trainer
+        # The end of this process's log is quoted in errors: keep what megatron and torch repeat out of it.
+        warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")
+        logging.getLogger("megatron").setLevel(logging.ERROR)
         torch.set_num_threads(trainer.threads_per_rank)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=trainer.world_size)
@@ -103,7 +107,7 @@ class Worker:
         old = self._forward(rows) if self.config.algorithm.mini_batches > 1 else None
         reference = None
         if self.reference is not None:
-            with _swapped(self.tensors, self.reference):
+            with weights.swapped(self.tensors, self.reference):
                 reference = self._forward(rows)
         return store(Logprobs(old, reference)) if self._reports() else None
 
@@ -186,7 +190,7 @@ class Worker:
         root = Path(directory)
         state.save_weights(root / "weights", self.chunks)
         saved = {**state.rank_state(self.optimizer, self.scheduler), "phase": self.phase, "updates": self.updates}
-        saved |= {"layout": self._layout(), "reference": self.reference}
+        saved |= {"layout": state.layout_of(self.config), "reference": self.reference}
         try:
             torch.save(saved, root / f"rank-{self.rank}.pt")
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
@@ -196,20 +200,11 @@ class Worker:
         """Restore what `save` wrote. Raises: ConfigError when it was saved under another layout."""
         root = Path(directory)
         saved = state.read(root / f"rank-{self.rank}.pt")
-        state.check_same_layout(saved["layout"], self._layout(), root)
+        state.check_same_layout(saved["layout"], state.layout_of(self.config), root)
         state.load_weights(root / "weights", self.chunks)
         self.begin(saved["phase"])
         state.load_rank_state(saved, self.optimizer, self.scheduler)
         self.updates, self.reference = saved["updates"], saved["reference"]
-
-    def _layout(self) -> dict[str, Any]:
-        trainer, parallel = self.config.trainer, self.config.parallel
-        return {
-            **{f"parallel.{name}": value for name, value in vars(parallel).items()},
-            "trainer.world_size": trainer.world_size,
-            "trainer.dtype": trainer.dtype,
-            "trainer.distributed_optimizer": trainer.distributed_optimizer,
-        }
 
     def export(self, directory: str) -> None:
         """Write a Hugging Face checkpoint into `directory`, which exists; each rank writes its own rectangles."""
@@ -240,21 +235,10 @@ class Worker:
             sender.close()
         self.senders.clear()
 
+    def pid(self) -> int:
+        """Of this rank's process."""
+        return os.getpid()
+
     def rss_bytes(self) -> int:
         """Peak resident memory of this process so far."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-@contextlib.contextmanager
-def _swapped(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
-    """Compute with other weights, then put the own ones back."""
-    own = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(others[name])
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(own[name])

@@ -21,9 +21,7 @@ def on_rank(rank: int, world_size: int, meeting: str) -> Any:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     logits, targets, weight = inputs()
     mine = logits.chunk(world_size, 1)[rank].clone().requires_grad_()
-    logprobs, entropy = token_logprobs(
-        mine, targets, vocab_size=VOCAB, temperature=TEMPERATURE, group=dist.group.WORLD
-    )
+    logprobs, entropy = token_logprobs(mine, targets, vocab_size=VOCAB, temperature=TEMPERATURE, group=dist.group.WORLD)
     (logprobs * weight).sum().backward()
     return logprobs.detach(), entropy, mine.grad, entropy.requires_grad
 

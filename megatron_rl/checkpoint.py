@@ -44,11 +44,11 @@ class Checkpoints:
         self.directory, self.trainer, self.prompts = directory, trainer, prompts
         self.steps, self.every, self.keep, self.resume = steps, every, keep, resume
 
-    def restore(self) -> int:
-        """Load the newest complete checkpoint, if there is one. Returns its step; 0 when there is none."""
+    def restore(self) -> int | None:
+        """Load the newest complete checkpoint. Returns its step; None when there is no checkpoint."""
         found = complete(self.directory)
         if not found:
-            return 0
+            return None
         step, path = found[-1]
         if self.resume == "never":
             raise ConfigError(

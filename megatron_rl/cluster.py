@@ -50,6 +50,11 @@ def stop() -> None:
     ray.shutdown()
 
 
+def has_gpus() -> bool:
+    """Whether any node offers one."""
+    return ray.cluster_resources().get("GPU", 0) > 0
+
+
 class Pool:
     """Resources of one role, reserved together: `count` bundles of `cpus` and `gpus` each."""
 

@@ -6,34 +6,30 @@ To write another dataflow, copy this file and change it.
 
 from dataclasses import dataclass
 
-from megatron_rl.checkpoint import Checkpoints
+from megatron_rl.algorithms.recipes import Recipe
 from megatron_rl.config import Config
-from megatron_rl.data.packing import Packer
 from megatron_rl.data.prompts import Prompts
 from megatron_rl.metrics import Metrics
-from megatron_rl.protocols import Engine, Reward, Trainer, WeightSync
-from megatron_rl.algorithms.recipes import Recipe
+from megatron_rl.protocols import Engine, Reward, WeightSync
+from megatron_rl.sft import Training, warm_start
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(Training):
     """What the loop is made of; `main.py` chooses the classes."""
 
-    prompts: Prompts
     engine: Engine
     reward: Reward
     recipe: Recipe
-    pack: Packer
-    trainer: Trainer
     weights: WeightSync
-    checkpoint: Checkpoints
-    metrics: Metrics
 
 
 def train(config: Config, parts: Parts) -> None:
     """Policy updates until `config.steps`; step s leaves weights of version s in trainer and engines."""
     p = parts
-    step = p.checkpoint.restore()  # 0 on a fresh run
+    step = p.checkpoint.restore()
+    if step is None:
+        step = warm_start(config, p)  # 0, after the supervised updates that were asked for
     p.weights.push(version=step)  # engine and trainer agree before the first sample
     if step == 0:
         with p.metrics.step(step) as m:
@@ -49,7 +45,8 @@ def train(config: Config, parts: Parts) -> None:
             with m.time("reward"):
                 samples = p.reward(samples, prompts, step=step)
             m.log_samples(samples)
-            batch = p.pack(p.recipe.keep(samples))  # DAPO drops groups that carry no signal
+            kept = p.recipe.keep(samples)  # DAPO drops groups that carry no signal
+            batch = p.pack(kept, mini_batches=config.algorithm.mini_batches)
             with m.time("logprobs"):
                 batch = p.trainer.logprobs(batch)  # old policy and frozen reference, when the recipe needs them
             with m.time("advantage"):
@@ -73,7 +70,7 @@ def evaluate(config: Config, parts: Parts, step: int) -> dict[str, float]:
     samples = parts.engine.generate(
         prompts, samples_per_prompt=config.evaluation.samples_per_prompt, seed=seed_of(config, -1 - step)
     )
-    rewards = [s.reward for s in parts.reward(samples, prompts, step=step)]
+    rewards = [s.reward for s in parts.reward(samples, prompts, step=step, split="eval")]
     return {"eval/reward": sum(rewards) / len(rewards)}
 
 
@@ -81,6 +78,19 @@ def evaluation_due(config: Config, step: int) -> bool:
     """After the last step, and every `evaluation.every` steps."""
     every = config.evaluation.every
     return step == config.steps or (every > 0 and step % every == 0)
+
+
+def sample(config: Config, prompts: Prompts, engine: Engine, reward: Reward, metrics: Metrics) -> None:
+    """mode=rollout_only: generate and judge with the starting weights, step by step, and train nothing."""
+    for step in range(1, config.steps + 1):
+        with metrics.step(step) as m:
+            with m.time("generate"):
+                taken = prompts.take(config.prompts_per_step)
+                samples = engine.generate(
+                    taken, samples_per_prompt=config.sampling.samples_per_prompt, seed=seed_of(config, step)
+                )
+            with m.time("reward"):
+                m.log_samples(reward(samples, taken, step=step))
 
 
 def seed_of(config: Config, step: int) -> int:

@@ -1,20 +1,25 @@
 """Entry point and composition root: the only file that names the concrete classes behind the loop's parts.
 
-Everything that can be refused is refused here before Ray starts; heavy imports come after that.
+Whatever can be refused is refused before Ray starts; heavy imports come after the config is known to be sound.
 """
 
-import json
+import contextlib
 import logging
-import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.checks import check
+from megatron_rl.checkpoint import Checkpoints, complete
+from megatron_rl.checks import check, read_hf_config, topology_of
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
+from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -24,22 +29,23 @@ USAGE = """usage: megatron-rl experiment=NAME [key=value ...]
   experiment=NAME   a file of configs/experiment, for example cpu_digits
   key=value         any key of megatron_rl/config.py, for example name=demo algorithm.lr=1e-4
 """
-REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for. Returns the exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if not arguments or set(arguments) & {"-h", "--help"}:
+    if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
-        return 0 if arguments else REFUSED
+        return DONE if arguments else REFUSED
     signal.signal(signal.SIGTERM, _interrupt)
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # that Transformer Engine is not there
     try:
         config = load_config(arguments)
         check(config)
-        with RunDirectory(config) as run:
-            MODES[config.mode](config, run)
-        return 0
+        with RunDirectory(config) as run, ExitStack() as stack:
+            run_mode(config, run, stack)
+        return DONE
     except (ConfigError, LayoutError, DataError) as error:
         print(f"\nrefused: {error}", file=sys.stderr)
         return REFUSED
@@ -47,12 +53,184 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nfailed: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        print("\ninterrupted; the same command resumes from the newest checkpoint", file=sys.stderr)
         return INTERRUPTED
 
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
+    """Read data and model, start what `config.mode` needs, run its loop, export. `stack` ends what was started."""
+    from megatron_rl.algorithms.recipes import find_recipe
+    from megatron_rl.controller import Parts, sample, train
+    from megatron_rl.data.prompts import load_prompts
+    from megatron_rl.data.sources import characters, read_questions
+    from megatron_rl.metrics import Metrics
+    from megatron_rl.resharding.sync import EngineSync
+    from megatron_rl.rollout.replay import Replay
+    from megatron_rl.sft import Training, finetune
+
+    recipe = find_recipe(config.algorithm.recipe)
+    questions = read_questions(config.data)
+    make_model(config, run.model, characters(questions, config.data.template))
+    hf = read_hf_config(run.model)
+    longest = longest_prompt(config, context=hf["max_position_embeddings"])
+    prompts = load_prompts(config.data, run.model, max_prompt_tokens=longest, questions=questions)
+    replay = Replay(Path(config.samples)) if config.samples else None
+    metrics = stack.enter_context(Metrics(run.path, name=config.name, steps=config.steps))
+    if is_finished(config, run):
+        metrics.summary(results(run))
+        metrics.status(f"{run.path} was complete already. Raise steps to go on, or choose another name.")
+        return
+
+    trainer, fleet, scoring = start(config, run, hf, stack, status=metrics.status)
+    if config.mode == "rollout_only":
+        sample(config, prompts, fleet, scoring, metrics)
+        metrics.summary(results(run))
+        return
+    training: dict[str, Any] = {
+        "prompts": prompts,
+        "trainer": trainer,
+        "pack": packer(config, layers=hf["num_hidden_layers"]),
+        "checkpoint": checkpoints(config, run, trainer=trainer, prompts=prompts),
+        "metrics": metrics,
+    }
+    if config.mode == "sft":
+        finetune(config, Training(**training))
+    elif replay is not None:
+        prompts.held_out = ()  # only what trained was recorded to train on again
+        train(config, Parts(**training, engine=replay, reward=replay, recipe=recipe, weights=replay))
+    else:
+        sync = EngineSync(trainer, fleet, sync_spec(config, hf))
+        train(config, Parts(**training, engine=fleet, reward=scoring, recipe=recipe, weights=sync))
+    metrics.status("exporting the weights")
+    trainer.export(run.hf)
+    metrics.summary(results(run))
+
+
+def make_model(config: Config, directory: Path, characters: str) -> None:
+    """Write the random starting model, unless a checkpoint was named or it is there already."""
+    if config.model.path is None and not (directory / "model.safetensors").exists():
+        from megatron_rl.models.random_checkpoint import write_random_checkpoint
+
+        write_random_checkpoint(directory, config.model.random, characters=characters, seed=config.seed)
+
+
+def longest_prompt(config: Config, *, context: int) -> int:
+    """Prompt tokens that leave room for an answer in the model's context, a micro-batch and the engine's cache."""
+    micro_batch = config.trainer.tokens_per_micro_batch * config.parallel.cp
+    room = min(context, micro_batch, config.rollout.max_total_tokens)
+    return room - config.sampling.max_tokens
+
+
+def is_finished(config: Config, run: RunDirectory) -> bool:
+    """Whether the last step was saved and exported by an earlier process."""
+    found = complete(run.checkpoints)
+    return bool(found) and found[-1][0] >= config.steps and (run.hf / "config.json").exists() and config.steps > 0
+
+
+def results(run: RunDirectory) -> dict[str, Path]:
+    """Where the results lie, for the summary; what is not there is left out."""
+    places = {
+        "metrics": run.path / "metrics.jsonl",
+        "reward curve": run.path / "reward.png",
+        "samples": run.samples,
+        "checkpoints": run.checkpoints,
+        "Hugging Face weights": run.hf,
+        "logs": run.logs,
+    }
+    return {label: path for label, path in places.items() if path.exists()}
+
+
+def start(config: Config, run: RunDirectory, hf: dict[str, Any], stack: ExitStack, *, status: Any) -> tuple[Any, Any, Any]:
+    """Start Ray, trainer, engines and scorer, as far as the mode needs them, at the same time.
+
+    Returns: (trainer, fleet, scoring), None for what the mode does without.
+    """
+    from megatron_rl import cluster
+    from megatron_rl.rollout.fleet import Fleet
+    from megatron_rl.rollout.scorer import Scoring
+    from megatron_rl.trainer.trainer import MegatronTrainer
+
+    has_trainer, has_engines = config.mode != "rollout_only", config.mode in ("train", "rollout_only")
+    ranks, engines = config.trainer.world_size * has_trainer, config.rollout.engines * has_engines
+    status("starting Ray")
+    stack.callback(cluster.stop)
+    cluster.start(address=config.cluster.address, cpus=config.cluster.cpus or ranks + engines * config.rollout.tp + 1)
+    gpus = int(cluster.has_gpus())
+    trainer = fleet = scoring = None
+    engines_ready = None
+    if has_engines:
+        status(f"starting {engines} engine(s)" + (f" and {ranks} trainer rank(s)" if ranks else ""))
+        tp, reward = config.rollout.tp, cluster.Pool("reward", 1, cpus=1)
+        scoring = Scoring(config.reward, run.model, run.samples, pool=reward, logs=run.logs)
+        start_fleet = partial(
+            Fleet,
+            config.rollout,
+            config.sampling,
+            run.model,
+            context_length=hf["max_position_embeddings"],
+            pool=cluster.Pool("rollout", engines, cpus=tp, gpus=tp * gpus),
+            logs=run.logs,
+        )
+        executor = ThreadPoolExecutor(max_workers=1)
+        stack.callback(executor.shutdown, wait=False)
+        engines_ready = executor.submit(start_fleet)
+    if has_trainer:
+        place = cluster.Pool("trainer", ranks, cpus=1, gpus=gpus)
+        trainer = MegatronTrainer(config, run.model, pool=place, logs=run.logs)
+        stack.callback(_stop, trainer)
+    if engines_ready is not None:
+        fleet = engines_ready.result()
+        stack.callback(_stop, fleet)
+    return trainer, fleet, scoring
+
+
+def _stop(part: Any) -> None:
+    """End a part; one that died already has said so."""
+    with contextlib.suppress(BackendError):
+        part.stop()
+
+
+def packer(config: Config, *, layers: int) -> Any:
+    """`make_batch` for this run's ranks; the budget of a micro-batch is shared out over the context-parallel ranks."""
+    from megatron_rl.data.packing import make_batch
+
+    return partial(
+        make_batch,
+        dp=topology_of(config, num_layers=layers).dp,
+        tokens_per_micro_batch=config.trainer.tokens_per_micro_batch * config.parallel.cp,
+        micro_batches_multiple=config.parallel.pp if config.parallel.vpp else 1,
+    )
+
+
+def checkpoints(config: Config, run: RunDirectory, *, trainer: Any, prompts: Any) -> Checkpoints:
+    """The run's checkpoints."""
+    settings = config.checkpoint
+    return Checkpoints(
+        run.checkpoints,
+        trainer=trainer,
+        prompts=prompts,
+        steps=config.steps,
+        every=settings.every,
+        keep=settings.keep,
+        resume=config.resume,
+    )
+
+
+def sync_spec(config: Config, hf: dict[str, Any]) -> Any:
+    """What trainer and engines compute their plan from."""
+    from megatron_rl.resharding.spec import SyncSpec
+
+    return SyncSpec(
+        hf_config=hf,
+        trainer=topology_of(config, num_layers=hf["num_hidden_layers"]),
+        engine=SglangTopology(tp=config.rollout.tp, ep=config.rollout.ep),
+        trainer_dtype=config.trainer.dtype,
+        engine_dtype=config.rollout.dtype,
+    )
 
 
 if __name__ == "__main__":

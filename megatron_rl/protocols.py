@@ -10,6 +10,10 @@ from megatron_rl.types import Batch, Prompt, Sample
 class Trainer(Protocol):
     """The model being trained, over all its ranks."""
 
+    def begin(self, phase: str) -> None:
+        """Start "sft" or "rl" with a fresh optimizer and learning-rate schedule."""
+        ...
+
     def logprobs(self, batch: Batch) -> Batch:
         """Fill `batch.logprobs` with what the recipe needs (old policy, frozen reference)."""
         ...
@@ -50,6 +54,8 @@ class WeightSync(Protocol):
 class Reward(Protocol):
     """Judges samples."""
 
-    def __call__(self, samples: list[Sample], prompts: Sequence[Prompt], *, step: int) -> list[Sample]:
-        """The same samples, in order, with `reward` set."""
+    def __call__(
+        self, samples: list[Sample], prompts: Sequence[Prompt], *, step: int, split: str = "train"
+    ) -> list[Sample]:
+        """The same samples, in order, with `reward` set. split: "train" or "eval"."""
         ...

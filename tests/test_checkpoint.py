@@ -43,8 +43,8 @@ def checkpoints(directory: Path, **changes: Any) -> Checkpoints:
     return Checkpoints(directory, **(arguments | changes))
 
 
-def test_a_fresh_run_starts_at_step_0(tmp_path: Path) -> None:
-    assert checkpoints(tmp_path / "none").restore() == 0
+def test_a_fresh_run_has_nothing_to_restore(tmp_path: Path) -> None:
+    assert checkpoints(tmp_path / "none").restore() is None
 
 
 def test_restore_gives_back_weights_cursor_and_step(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ OF_OURS = {  # package -> the packages of ours it may import
     "cluster": {"errors"},
     "checkpoint": {"errors", "protocols"},
     "checks": {"errors", "config", "layouts", "models", "rewards", "algorithms"},
-    "trainer": {"errors", "types", "config", "algorithms", "layouts", "models", "resharding", "cluster"},
+    "trainer": {"errors", "types", "config", "checks", "algorithms", "layouts", "models", "resharding", "cluster"},
     "rollout": {"errors", "types", "config", "rewards", "layouts", "models", "resharding", "cluster"},
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.algorithms.advantages import grpo
 from megatron_rl.algorithms.losses import Loss, clipped_token_loss
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.types import Batch, Sample
 
 
@@ -49,6 +49,13 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     "grpo": Recipe(advantages=grpo, loss=clipped_token_loss),
 }
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe `name`. Raises: ConfigError for an unknown one."""
+    if name not in RECIPES:
+        raise ConfigError(f"algorithm.recipe={name!r} is not one of {', '.join(RECIPES)}.")
+    return RECIPES[name]
 
 
 def group_advantages(samples: Sequence[Sample], advantages: Callable[[Tensor], Tensor]) -> np.ndarray:

@@ -1,13 +1,20 @@
 """Cut the samples of one step into mini-batches and token-budget micro-batches, balanced over data-parallel ranks."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.types import Batch, Sample
 
-Packer = Callable[[Sequence[Sample]], Batch]
-"""`make_batch` with the sizes filled in."""
+
+
+class Packer(Protocol):
+    """`make_batch` with the run's sizes filled in."""
+
+    def __call__(self, samples: Sequence[Sample], *, mini_batches: int) -> Batch:
+        """Schedule every sample exactly once."""
+        ...
 
 
 def make_batch(

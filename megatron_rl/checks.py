@@ -1,0 +1,146 @@
+"""What cannot work, found before anything starts: config and model together. Pure: no process, no torch, no backend."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError, LayoutError
+from megatron_rl.layouts.compile import check_megatron, check_sglang
+from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.models import load_architecture, load_table
+from megatron_rl.rewards import REWARDS
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """A checkpoint's config.json. Raises: ConfigError when there is none."""
+    path = directory / "config.json"
+    try:
+        hf = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} has no readable config.json ({error.strerror}). "
+            "Set model.path to the directory of a Hugging Face checkpoint."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}. Copy it again.") from error
+    if not isinstance(hf, dict):
+        raise ConfigError(f"{path} holds a {type(hf).__name__}, not an object. Copy it again.")
+    return hf
+
+
+def topology_of(config: Config, *, num_layers: int) -> MegatronTopology:
+    """The trainer's ranks. Raises: LayoutError for an impossible cut."""
+    p = config.parallel
+    return MegatronTopology(
+        world_size=config.trainer.world_size,
+        num_layers=num_layers,
+        tp=p.tp,
+        pp=p.pp,
+        vpp=p.vpp,
+        cp=p.cp,
+        ep=p.ep,
+        etp=p.etp,
+        first_stage_layers=p.first_stage_layers,
+        last_stage_layers=p.last_stage_layers,
+    )
+
+
+def check(config: Config) -> None:
+    """Raises: ConfigError with every problem found, each with its mend."""
+    problems = [*_settings(config), *_model(config)]
+    if problems:
+        raise ConfigError(problems[0] if len(problems) == 1 else "\n  - " + "\n  - ".join(problems))
+
+
+def _settings(config: Config) -> Iterator[str]:
+    """Across sections, whatever the model."""
+    longest = config.trainer.tokens_per_micro_batch
+    if config.mode in ("train", "train_only") and config.sampling.max_tokens >= longest:
+        yield (
+            f"sampling.max_tokens={config.sampling.max_tokens} with trainer.tokens_per_micro_batch={longest}: "
+            "a whole sample has to fit one micro-batch. Raise trainer.tokens_per_micro_batch."
+        )
+    samples = config.prompts_per_step * config.sampling.samples_per_prompt
+    p = config.parallel
+    dp = max(config.trainer.world_size // (p.pp * p.cp * p.tp), 1)
+    if config.mode in ("train", "train_only") and samples < dp * config.algorithm.mini_batches:
+        yield (
+            f"prompts_per_step x sampling.samples_per_prompt = {samples} samples cannot fill algorithm.mini_batches="
+            f"{config.algorithm.mini_batches} on {dp} data-parallel ranks. Raise prompts_per_step."
+        )
+    if config.sft.prompts_per_step < dp:
+        yield (
+            f"sft.prompts_per_step={config.sft.prompts_per_step} cannot fill {dp} data-parallel ranks. Raise it to {dp}."
+        )
+    phases = {"algorithm": (config.algorithm, config.steps * config.algorithm.mini_batches)}
+    phases |= {"sft": (config.sft, config.steps if config.mode == "sft" else config.sft.steps)}
+    for name, (optimizer, updates) in phases.items():
+        if 0 < updates <= optimizer.warmup_steps:
+            yield (
+                f"{name}.warmup_steps={optimizer.warmup_steps} of {updates} optimizer steps leaves none at the full "
+                f"learning rate. Set it below {updates}."
+            )
+    if config.rollout.max_total_tokens <= config.sampling.max_tokens:
+        yield (
+            f"rollout.max_total_tokens={config.rollout.max_total_tokens} does not hold one answer of "
+            f"sampling.max_tokens={config.sampling.max_tokens}. Raise rollout.max_total_tokens."
+        )
+    if config.mode == "train" and config.algorithm.recipe == "grpo" and config.sampling.samples_per_prompt < 2:
+        yield (
+            "sampling.samples_per_prompt=1: a group baseline needs at least 2 samples of each prompt. "
+            "Set sampling.samples_per_prompt to 2 or more."
+        )
+    if config.reward.name == "verifier" and config.data.source != "reasoning_gym":
+        yield (
+            f"reward.name=verifier with data.source={config.data.source}: only reasoning_gym's tasks bring their own "
+            "verifier. Set reward.name=exact or math."
+        )
+    if config.reward.name not in REWARDS:
+        yield f"reward.name={config.reward.name!r} is not one of {', '.join(REWARDS)}."
+    if config.samples is not None and not Path(config.samples).is_file():
+        yield f"samples={config.samples} is not a file. Name the samples.jsonl of an earlier run."
+    if config.mode == "sft" and config.sft.steps:
+        yield (
+            f"mode=sft with sft.steps={config.sft.steps}: the whole run is supervised, for `steps` updates, so a warm "
+            "start before it has no effect. Set sft.steps=0."
+        )
+    if p.tp > 1 and not p.sp:
+        yield (
+            f"parallel.tp={p.tp} with parallel.sp=false: megatron-core refuses experts under tensor parallelism without "
+            "sequence parallelism. Set parallel.sp=true."
+        )
+    if p.sp and p.tp == 1:
+        yield "parallel.sp=true with parallel.tp=1 has no effect. Set parallel.sp=false, or raise parallel.tp."
+
+
+def _model(config: Config) -> Iterator[str]:
+    """Whether the model exists and can be cut as asked, on both sides."""
+    try:
+        if config.model.path is None:
+            hf = {"vocab_size": 1, **config.model.random}  # the tokenizer, made later, says how many there are
+        else:
+            hf = read_hf_config(Path(config.model.path))
+        table = load_table(hf)
+        architecture = load_architecture(hf)
+    except ConfigError as error:
+        yield str(error)
+        return
+    context = architecture.max_position_embeddings
+    if config.sampling.max_tokens >= context:
+        yield (
+            f"sampling.max_tokens={config.sampling.max_tokens} leaves no room for a prompt in the model's context of "
+            f"{context}. Lower sampling.max_tokens."
+        )
+    if config.mode != "rollout_only":
+        try:
+            check_megatron(table, topology_of(config, num_layers=table.num_layers))
+        except LayoutError as error:
+            yield str(error)
+    if config.mode in ("train", "rollout_only"):
+        try:
+            check_sglang(table, SglangTopology(tp=config.rollout.tp, ep=config.rollout.ep))
+        except LayoutError as error:
+            yield str(error)

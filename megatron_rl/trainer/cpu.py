@@ -29,17 +29,11 @@ class _Stream:
     def __hash__(self) -> int:
         return 0
 
-    def query(self) -> bool:
-        return True
+    def wait_stream(self, *_: Any) -> None:
+        pass
 
     def record_event(self, *_: Any) -> "_Stream":
         return self
-
-    def elapsed_time(self, _: Any) -> float:
-        return 0.0
-
-    def wait_stream(self, *_: Any) -> None:
-        pass
 
     wait_event = wait = record = synchronize = wait_stream
 
@@ -158,18 +152,9 @@ def _patch_type_names() -> None:
 
 
 def _patch_collectives() -> None:
-    """gloo knows no average, wants split sizes as a list, and gathers and scatters only parts of one size."""
-    real_all_reduce, real_all_to_all = dist.all_reduce, dist.all_to_all_single
-    real_all_gather, real_reduce_scatter = dist.all_gather, dist.reduce_scatter
-
-    @functools.wraps(real_all_reduce)
-    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        if op != dist.ReduceOp.AVG:
-            return real_all_reduce(tensor, op, group, async_op)
-        assert not async_op, "an average on gloo is a sum, then a division"
-        real_all_reduce(tensor, dist.ReduceOp.SUM, group)
-        tensor.div_(dist.get_world_size(group))
-        return None
+    """gloo wants split sizes as a list, and gathers and scatters only parts of one size."""
+    real_all_to_all, real_all_gather = dist.all_to_all_single, dist.all_gather
+    real_reduce_scatter = dist.reduce_scatter
 
     def as_list(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
@@ -213,25 +198,16 @@ def _patch_collectives() -> None:
             return real_reduce_scatter(output, input_list, op, group, async_op)
         assert not async_op and op == dist.ReduceOp.SUM, "unequal parts are summed whole, then cut"
         whole = torch.cat(input_list)
-        real_all_reduce(whole, op, group)
+        dist.all_reduce(whole, op, group)
         output.copy_(whole.split([t.shape[0] for t in input_list])[dist.get_rank(group)])
         return None
 
-    dist.all_reduce, dist.all_to_all_single = all_reduce, all_to_all_single
-    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+    dist.all_to_all_single, dist.all_gather, dist.reduce_scatter = all_to_all_single, all_gather, reduce_scatter
 
 
 def _patch_compile() -> None:
     """megatron's @jit_fuser is torch.compile: on a CPU it costs a C++ compilation per function and saves nothing."""
     torch.compiler.set_stance("force_eager")
-
-
-def _patch_megatron() -> None:
-    """A name megatron-core leaves undefined where there is no Transformer Engine (moe_router_dtype="fp32" reads it)."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
 
 
 GROUPS: dict[str, Callable[[], None]] = {
@@ -242,7 +218,6 @@ GROUPS: dict[str, Callable[[], None]] = {
     "type_names": _patch_type_names,
     "collectives": _patch_collectives,
     "compile": _patch_compile,
-    "megatron": _patch_megatron,
 }
 
 

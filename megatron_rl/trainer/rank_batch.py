@@ -46,7 +46,8 @@ def split(batch: Batch, dp: int) -> list[RankBatch]:
         micro_batches = [mini[rank] for mini in batch.schedule]
         chosen = [i for mini in micro_batches for micro in mini for i in micro]
         slots: dict[Any, int] = {}
-        distinct, places = [], []
+        distinct: list[Any] = []
+        places: list[tuple[int, int]] = []
         for i in chosen:
             rollouts = batch.samples[i].rollouts
             # A Ray reference is equal to its copies; rollouts themselves are told apart by identity.

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError, DataError
 
-Chunks = Sequence[torch.nn.Module]
+Chunks = Sequence[DistributedDataParallel]
 
 
 def save_weights(directory: Path, chunks: Chunks) -> None:

@@ -7,8 +7,10 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from safetensors import safe_open
 from torch import Tensor
 
@@ -23,9 +25,9 @@ INDEX = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
-def named_tensors(chunks: Sequence[torch.nn.Module], layouts: Sequence[TensorLayout]) -> dict[str, Tensor]:
+def named_tensors(chunks: Sequence[DistributedDataParallel], layouts: Sequence[TensorLayout]) -> dict[str, Tensor]:
     """This rank's tensors under their layout names. Raises: LayoutError when they are not what the table declares."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for i, chunk in enumerate(chunks):
         tensors |= {f"{i}:{name}": p.detach() for name, p in chunk.module.named_parameters()}
         tensors |= {f"{i}:{name}": b for name, b in chunk.module.named_buffers() if name.endswith("router.expert_bias")}
@@ -63,7 +65,7 @@ def import_hf(directory: Path, tensors: Mapping[str, Tensor], layouts: Iterable[
     Raises: DataError when a tensor is missing, too small, or would lose precision that the table pins.
     """
     files = files_of(directory)
-    opened: dict[Path, object] = {}
+    opened: dict[Path, Any] = {}
     for layout in layouts:
         tensor = tensors[layout.name]
         if sum(prod(box.shape) for box in layout.boxes) < tensor.numel():
@@ -127,7 +129,7 @@ def write_headers(directory: Path, layouts: Sequence[TensorLayout]) -> None:
 def write_rectangles(directory: Path, tensors: Mapping[str, Tensor], copies: Iterable[Copy]) -> None:
     """Write this rank's rectangles of a plan to HF layouts into the files that `write_headers` made."""
     opened: dict[str, tuple[int, int, dict]] = {}
-    places = {}
+    places: dict[str, tuple[int, int, dict]] = {}
     try:
         for name, path in files_of(directory).items():
             if str(path) not in opened:

@@ -73,7 +73,7 @@ def _settings(config: Config) -> Iterator[str]:
         )
     if config.sft.prompts_per_step < dp:
         yield (
-            f"sft.prompts_per_step={config.sft.prompts_per_step} cannot fill {dp} data-parallel ranks. Raise it to {dp}."
+            f"sft.prompts_per_step={config.sft.prompts_per_step} is less than the {dp} data-parallel ranks. Raise it."
         )
     phases = {"algorithm": (config.algorithm, config.steps * config.algorithm.mini_batches)}
     phases |= {"sft": (config.sft, config.steps if config.mode == "sft" else config.sft.steps)}
@@ -109,8 +109,8 @@ def _settings(config: Config) -> Iterator[str]:
         )
     if p.tp > 1 and not p.sp:
         yield (
-            f"parallel.tp={p.tp} with parallel.sp=false: megatron-core refuses experts under tensor parallelism without "
-            "sequence parallelism. Set parallel.sp=true."
+            f"parallel.tp={p.tp} with parallel.sp=false: megatron-core refuses experts under tensor parallelism "
+            "without sequence parallelism. Set parallel.sp=true."
         )
     if p.sp and p.tp == 1:
         yield "parallel.sp=true with parallel.tp=1 has no effect. Set parallel.sp=false, or raise parallel.tp."

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -65,7 +65,7 @@ class Pool:
         self.group = placement_group([self.bundle] * count, strategy="PACK")
         if not self.group.wait(timeout_s):
             nodes = "; ".join(
-                f"{n['NodeManagerHostname']}: {n['Resources'].get('CPU', 0):g} CPU, {n['Resources'].get('GPU', 0):g} GPU"
+                f"{n['NodeName']}: {n['Resources'].get('CPU', 0):g} CPU, {n['Resources'].get('GPU', 0):g} GPU"
                 for n in ray.nodes()
                 if n["Alive"]
             )
@@ -121,7 +121,7 @@ def gather(calls: Mapping[str, Any], *, what: str, timeout_s: float, logs: Path 
             name = waiting.pop(ref)
             try:
                 ray.get(ref)
-            except (RayActorError, RayTaskError, GetTimeoutError) as error:
+            except RayError as error:
                 if not failed:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                 failed[name] = error
@@ -133,6 +133,11 @@ def gather(calls: Mapping[str, Any], *, what: str, timeout_s: float, logs: Path 
 def _explain(failed: Mapping[str, Exception], *, what: str, logs: Path | None) -> Exception:
     """One error for several processes that failed together: a death outranks what it made its peers suffer."""
     for name, error in failed.items():
+        if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
+            return BackendError(
+                f"{what}: {name} was killed because its machine had no memory left. {_tail(name, logs)}Free some, or "
+                "spread the run over more machines, and start the same command again: it resumes."
+            )
         if isinstance(error, RayActorError):
             return BackendError(f"{what}: {name} died. {_tail(name, logs)}Resume with the same command.")
     for error in failed.values():

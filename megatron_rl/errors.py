@@ -1,4 +1,4 @@
-"""The five errors this package raises on purpose. Each message says what was found, why it cannot work, and the mend."""
+"""The five errors raised on purpose. Each message says what was found, why it cannot work, and the mend."""
 
 
 class ConfigError(ValueError):

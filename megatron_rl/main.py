@@ -144,7 +144,9 @@ def results(run: RunDirectory) -> dict[str, Path]:
     return {label: path for label, path in places.items() if path.exists()}
 
 
-def start(config: Config, run: RunDirectory, hf: dict[str, Any], stack: ExitStack, *, status: Any) -> tuple[Any, Any, Any]:
+def start(
+    config: Config, run: RunDirectory, hf: dict[str, Any], stack: ExitStack, *, status: Any
+) -> tuple[Any, Any, Any]:
     """Start Ray, trainer, engines and scorer, as far as the mode needs them, at the same time.
 
     Returns: (trainer, fleet, scoring), None for what the mode does without.

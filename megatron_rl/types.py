@@ -1,4 +1,4 @@
-"""What travels between modules: frozen dataclasses. Token arrays stay inside `Rollouts`, which lives in the object store."""
+"""What travels between modules: frozen dataclasses. Token arrays stay in `Rollouts`, in the object store."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,4 +79,4 @@ class Batch:
     advantages: np.ndarray | None = None
     """float32 [S], one per sample."""
     logprobs: Any = None
-    """Per data-parallel rank, a reference to the trainer's own log-probabilities of its samples; None when not needed."""
+    """Per data-parallel rank, a reference to the trainer's log-probabilities of its samples; None when not needed."""

@@ -105,12 +105,13 @@ def complete(directory: Path) -> list[tuple[int, Path]]:
 def read_state(path: Path) -> dict[str, Any]:
     """The driver's part of a checkpoint."""
     try:
-        return json.loads((path / STATE).read_text())
+        state: dict[str, Any] = json.loads((path / STATE).read_text())
     except ValueError as error:
         raise DataError(
             f"{path / STATE} is not JSON ({error}): the checkpoint was changed after it was written. "
             "Remove that directory to resume from the one before."
         ) from error
+    return state
 
 
 def _to_disk(directory: Path) -> None:

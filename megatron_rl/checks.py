@@ -75,12 +75,14 @@ def _settings(config: Config) -> Iterator[str]:
         yield (
             f"sft.prompts_per_step={config.sft.prompts_per_step} is less than the {dp} data-parallel ranks. Raise it."
         )
-    phases = {"algorithm": (config.algorithm, config.steps * config.algorithm.mini_batches)}
-    phases |= {"sft": (config.sft, config.steps if config.mode == "sft" else config.sft.steps)}
-    for name, (optimizer, updates) in phases.items():
-        if 0 < updates <= optimizer.warmup_steps:
+    phases = (
+        ("algorithm", config.algorithm.warmup_steps, config.steps * config.algorithm.mini_batches),
+        ("sft", config.sft.warmup_steps, config.steps if config.mode == "sft" else config.sft.steps),
+    )
+    for name, warmup_steps, updates in phases:
+        if 0 < updates <= warmup_steps:
             yield (
-                f"{name}.warmup_steps={optimizer.warmup_steps} of {updates} optimizer steps leaves none at the full "
+                f"{name}.warmup_steps={warmup_steps} of {updates} optimizer steps leaves none at the full "
                 f"learning rate. Set it below {updates}."
             )
     if config.rollout.max_total_tokens <= config.sampling.max_tokens:

@@ -350,7 +350,7 @@ def _known_keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def _present_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in node:
+    for key in map(str, node):
         yield f"{prefix}{key}"
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_rl.algorithms.recipes import Recipe
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import Prompts
-from megatron_rl.metrics import Metrics
+from megatron_rl.metrics import Metrics, sample_metrics
 from megatron_rl.protocols import Engine, Reward, WeightSync
 from megatron_rl.sft import Training, warm_start
 
@@ -70,8 +70,8 @@ def evaluate(config: Config, parts: Parts, step: int) -> dict[str, float]:
     samples = parts.engine.generate(
         prompts, samples_per_prompt=config.evaluation.samples_per_prompt, seed=seed_of(config, -1 - step)
     )
-    rewards = [s.reward for s in parts.reward(samples, prompts, step=step, split="eval")]
-    return {"eval/reward": sum(rewards) / len(rewards)}
+    judged = parts.reward(samples, prompts, step=step, split="eval")
+    return {"eval/reward": sample_metrics(judged)["reward/mean"]}
 
 
 def evaluation_due(config: Config, step: int) -> bool:

@@ -1,11 +1,13 @@
 """What a rank saves to resume bit for bit: weights by megatron's distributed checkpoints, the rest in its own file."""
 
+import queue
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
@@ -20,6 +22,8 @@ def save_weights(directory: Path, chunks: Chunks) -> None:
     if torch.distributed.get_rank() == 0:
         directory.mkdir(parents=True)
     torch.distributed.barrier()
+    # For its queue megatron would start a process, which takes seconds and outlives a rank that is killed.
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(_sharded(chunks), str(directory))
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.algorithms.losses import LossInputs, sft_loss
 from megatron_rl.algorithms.recipes import RECIPES
@@ -188,13 +189,14 @@ class Worker:
     def save(self, directory: str) -> None:
         """Write weights, optimizer, schedule, random state and reference below `directory`, which exists."""
         root = Path(directory)
-        state.save_weights(root / "weights", self.chunks)
-        saved = {**state.rank_state(self.optimizer, self.scheduler), "phase": self.phase, "updates": self.updates}
-        saved |= {"layout": state.layout_of(self.config), "reference": self.reference}
         try:
+            state.save_weights(root / "weights", self.chunks)
+            saved = {**state.rank_state(self.optimizer, self.scheduler), "phase": self.phase, "updates": self.updates}
+            saved |= {"layout": state.layout_of(self.config), "reference": self.reference}
             torch.save(saved, root / f"rank-{self.rank}.pt")
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            raise BackendError(f"Saving rank {self.rank} below {root} failed: {error}. Free space there.") from error
+        except (OSError, RuntimeError, CheckpointException) as error:  # torch's names for a disk that refuses
+            cause = str(error).strip().splitlines()[-1]
+            raise BackendError(f"Saving rank {self.rank} below {root} failed: {cause}. Free space there.") from error
 
     def load(self, directory: str) -> None:
         """Restore what `save` wrote. Raises: ConfigError when it was saved under another layout."""

@@ -1,6 +1,7 @@
 """Saving, resuming and exporting, over real ranks."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import BackendError, ConfigError
 from megatron_rl.trainer import state
 from megatron_rl.trainer.rank_batch import split
 from megatron_rl.trainer.worker import Worker
@@ -190,3 +191,21 @@ def first_half_and_export(rank: int, directory: str, config: Any, meeting: str, 
     train(worker, range(2))
     worker.save(checkpoint)
     worker.export(out)
+
+
+def save_on_small_disk(rank: int, directory: str, config: Any, meeting: str, checkpoint: str, limit: int) -> None:
+    worker = start(rank, config, directory, meeting)
+    train(worker, range(1))
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # as a full disk: writing fails with an OSError
+    worker.save(checkpoint)
+
+
+@pytest.mark.parametrize("limit", [1000, 800_000], ids=["weights", "optimizer"])
+def test_failing_disk_at_save_is_a_backend_error(limit: int, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "hf", "qwen3_moe")
+    (tmp_path / "checkpoint").mkdir()
+    config = make_config({"ep": 2}, world_size=2)
+    arguments = (directory, config, f"file://{tmp_path}/meeting", str(tmp_path / "checkpoint"), limit)
+    with pytest.raises(BackendError, match="Free space there"):
+        run_ranks(2, save_on_small_disk, *arguments)

@@ -97,8 +97,9 @@ class Fleet:
         self._version = version
 
     def stop(self) -> None:
-        """End every server and its actor."""
-        self._call("stop", what="Stopping the engines", timeout_s=STOP_TIMEOUT_S)
+        """End every server and its actor, also where some have died."""
+        calls = [server.stop.remote() for server in self._servers.values()]
+        ray.wait(calls, num_returns=len(calls), timeout=STOP_TIMEOUT_S)
         for server in self._servers.values():
             ray.kill(server)
 

@@ -102,11 +102,13 @@ class ServerProcess:
 
     def _wait_until_healthy(self) -> None:
         deadline = time.monotonic() + self.settings.start_timeout_s
+        http = requests.Session()
+        http.trust_env = False
         while time.monotonic() < deadline:
             if self._ended.is_set():
                 raise BackendError(f"{self.settings.name} did not start: {self.error_text()}")
             with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/health", timeout=2).status_code == requests.codes.ok:
+                if http.get(f"{self.url}/health", timeout=2).status_code == requests.codes.ok:
                     break
             time.sleep(POLL_S)
         else:

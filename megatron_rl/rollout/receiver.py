@@ -1,7 +1,7 @@
 """Runs inside SGLang's scheduler processes: takes a new version of the weights out of shared memory.
 
-A message is JSON in a one-tensor payload: {"spec", "buckets": [one list per engine rank]}. `spec` is there
-when it changed. Errors go back to the caller, by rank, and the server lives on: paused, until a push succeeds.
+A message is JSON: {"spec", "buckets": [one list per engine rank]}. `spec` is there when it changed. Errors go back to the
+caller, by rank, and the server lives on: paused, until a push succeeds.
 """
 
 import json
@@ -40,7 +40,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     received = receiver.load([Bucket(**b) for b in message["buckets"][rank]])
     if hasattr(model, "post_load_weights"):
         # MLA attends with matrices derived from kv_b_proj; SGLang does not refresh them after a custom loader.
-        model.post_load_weights()
+        model.post_load_weights()  # type: ignore[operator]
     state["report"] = asdict(LoadReport(received, receiver.needed_bytes, time.perf_counter() - start))
 
 
@@ -49,12 +49,14 @@ def report_instead_of_raising(
 ) -> tuple[bool, str]:
     """Around SGLang's WeightUpdater.update_weights_from_tensor: the errors of all ranks, or all reports as JSON.
 
-    A loader that raises would kill the server, and only rank 0's answer reaches the caller.
+    A loader that raises would kill the server, and only rank 0's answer reaches the caller. Our message comes as bytes,
+    which SGLang's checks of what it unpickles let pass in every version, and goes on as the tensor that it expects.
     """
     if load_format != LOADER:
         return original(updater, named_tensors=named_tensors, load_format=load_format)
     try:
-        succeeded, error = original(updater, named_tensors=named_tensors, load_format=load_format)
+        message = [("message", torch.frombuffer(bytearray(named_tensors), dtype=torch.uint8))]
+        succeeded, error = original(updater, named_tensors=message, load_format=load_format)
     except (ValueError, RuntimeError, OSError, KeyError, TypeError) as raised:
         succeeded, error = False, f"{type(raised).__name__}: {raised}"
     report = updater.get_model().__dict__[_STATE]["report"] if succeeded else {"error": error}

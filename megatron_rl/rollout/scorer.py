@@ -72,6 +72,6 @@ class Scoring:
 
 def _fetch(references: Sequence[Any]) -> list[Rollouts]:
     """The rollouts behind references, each fetched once; what is no reference is itself."""
-    distinct = list({id(r): r for r in references if not isinstance(r, Rollouts)}.values())
-    found = dict(zip((id(r) for r in distinct), ray.get(distinct), strict=True)) if distinct else {}
-    return [r if isinstance(r, Rollouts) else found[id(r)] for r in references]
+    distinct = list(dict.fromkeys(r for r in references if not isinstance(r, Rollouts)))
+    found = dict(zip(distinct, ray.get(distinct), strict=True)) if distinct else {}
+    return [r if isinstance(r, Rollouts) else found[r] for r in references]

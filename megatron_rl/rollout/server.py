@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import requests
-import torch
 
 from megatron_rl.errors import BackendError, SyncError
 from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec
@@ -58,15 +57,21 @@ class Server:
         self.settings = settings
         self._process: ServerProcess | None = None
         self._http = requests.Session()
+        self._http.trust_env = False  # a proxy of the environment is not for 127.0.0.1
         self._loading = False
         self._spec: SyncSpec | None = None
         """The one that the server's ranks have a plan for."""
         self._broken: str | None = None
         """Why the weights are neither one version nor the next."""
 
-    def start(self) -> int:
-        """Start the process, wait until it is healthy, return its pid. Raises: BackendError with its own error text."""
+    def start(self) -> None:
+        """Start the process and wait until it is healthy. Raises: BackendError with the server's own error text."""
         self._process = ServerProcess(self.settings)
+
+    def pid(self) -> int:
+        """Of the server's first process, whose number is also its process group's."""
+        if self._process is None:
+            raise BackendError(f"{self.settings.name} is not running: it has no pid before start() or after stop().")
         return self._process.pid
 
     def stop(self) -> None:
@@ -112,8 +117,7 @@ class Server:
             "spec": None if spec == self._spec else spec.to_json(),
             "buckets": [[asdict(b) for b in buckets if b.dst_rank == rank] for rank in range(self.settings.tp)],
         }
-        payload = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        serialized = base64.b64encode(pickle.dumps([("message", payload)])).decode()
+        serialized = base64.b64encode(pickle.dumps(json.dumps(message).encode())).decode()
         update = {
             "serialized_named_tensors": [serialized] * self.settings.tp,
             "load_format": LOADER,

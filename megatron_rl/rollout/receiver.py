@@ -1,7 +1,7 @@
 """Runs inside SGLang's scheduler processes: takes a new version of the weights out of shared memory.
 
-A message is JSON: {"spec", "buckets": [one list per engine rank]}. `spec` is there when it changed. Errors go back to the
-caller, by rank, and the server lives on: paused, until a push succeeds.
+A message is JSON: {"spec", "buckets": [one list per engine rank]}. `spec` is there when it changed. Errors go back to
+the caller, by rank, and the server lives on: paused, until a push succeeds.
 """
 
 import json

@@ -1,0 +1,79 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.checks import check
+from megatron_rl.config import CONFIG_DIR, Config, load_config
+from megatron_rl.errors import ConfigError
+
+EXPERIMENTS = sorted(p.stem for p in (CONFIG_DIR / "experiment").glob("*.yaml"))
+
+
+def demo(*overrides: str) -> Config:
+    return load_config(["experiment=cpu_digits", *overrides])
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_shipped_experiment_can_work(experiment: str) -> None:
+    check(load_config([f"experiment={experiment}"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.world_size=3"], "trainer.world_size=3 is not a multiple of parallel.ep=2.*multiple of 2"),
+        (["parallel.pp=2"], "trainer.world_size=2 is not a multiple of.*4"),
+        (["parallel.pp=2", "trainer.world_size=4"], "3 layers.*parallel.pp to one of 1, 3"),
+        (["parallel.tp=2"], "refuses experts under tensor parallelism without sequence parallelism"),
+        (["parallel.sp=true"], "parallel.sp=true with parallel.tp=1 has no effect"),
+        (["parallel.vpp=3"], "parallel.vpp=3 with parallel.pp=1"),
+        (["parallel.ep=3", "trainer.world_size=3"], "parallel.ep=3 does not divide the experts.*1, 2, 4, 8"),
+        (["rollout.tp=3"], "rollout.tp=3 does not divide.*one of 1, 2, 4"),
+        (["rollout.ep=2"], "rollout.ep=2 does not divide rollout.tp=1"),
+        (["model=hf", "model.path=/nowhere"], "/nowhere has no readable config.json.*model.path"),
+        (["model.random.architectures=[LlamaForCausalLM]"], "'LlamaForCausalLM'.*Known: DeepseekV3"),
+        (["model.random.hidden_size=abc"], "hidden_size='abc': a size is a number"),
+        (["model.random.num_hidden_layers=null"], "has no 'num_hidden_layers'"),
+        (["model.random.rms_norm_eps=x"], "rms_norm_eps='x': a size is a number"),
+        (["model.random.topk_group=3"], "scores a group by its best 1 experts"),
+        (["sampling.samples_per_prompt=1"], "a group baseline needs at least 2"),
+        (["sampling.max_tokens=512"], "leaves no room for a prompt in the model's context of 512"),
+        (["sampling.max_tokens=4096"], "a whole sample has to fit one micro-batch"),
+        (["rollout.max_total_tokens=8"], "does not hold one answer"),
+        (["reward.name=verifier"], "only reasoning_gym's tasks bring their own verifier"),
+        (["reward.name=exct"], "reward.name='exct' is not one of exact"),
+        (["mode=train_only", "samples=/nowhere.jsonl"], "samples=/nowhere.jsonl is not a file"),
+        (["mode=sft"], "Set sft.steps=0"),
+        (["algorithm.mini_batches=300", "steps=1"], "256 samples cannot fill algorithm.mini_batches=300"),
+        (["sft.prompts_per_step=1"], "less than the 2 data-parallel ranks"),
+        (["sft.steps=5"], "sft.warmup_steps=20 of 5 optimizer steps"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_mend(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(demo(*overrides))
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(demo("sampling.samples_per_prompt=1", "rollout.ep=2", "trainer.world_size=5"))
+
+    assert str(caught.value).count("\n  - ") == 3
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "holds a list"), ("{}", "'\\(none\\)'")])
+def test_a_broken_config_json_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+
+    with pytest.raises(ConfigError, match=message):
+        check(demo("model=hf", f"model.path={tmp_path}"))
+
+
+def test_the_sizes_of_a_checkpoint_are_checked_as_those_of_a_random_model(tmp_path: Path) -> None:
+    hf: dict[str, Any] = {**demo().model.random, "vocab_size": 99, "num_attention_heads": 6}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+
+    with pytest.raises(ConfigError, match="rollout.tp=4 does not divide.*one of 1, 2, 3, 6"):
+        check(demo("model=hf", f"model.path={tmp_path}", "rollout.tp=4"))

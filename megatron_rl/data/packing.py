@@ -8,7 +8,6 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.types import Batch, Sample
 
 
-
 class Packer(Protocol):
     """`make_batch` with the run's sizes filled in."""
 

@@ -52,11 +52,14 @@ class Family:
 def read(hf: HfConfig, key: str, *or_else: str) -> Any:
     """A value that the model cannot be built without, under the first of its names that is there.
 
-    Raises: ConfigError when config.json lacks it or says null.
+    Raises: ConfigError when config.json lacks it, says null, or has what is no number.
     """
     for name in (key, *or_else):
-        if hf.get(name) is not None:
-            return hf[name]
+        value = hf.get(name)
+        if value is not None:
+            if not isinstance(value, int | float) or value < 0:
+                raise ConfigError(f"config.json has {name}={value!r}: a size is a number of at least 0. Mend it.")
+            return value
     raise ConfigError(f"config.json of {hf['architectures'][0]} has no {key!r}: the model's shape is unknown. Add it.")
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.layouts.boxes import DTYPE_BYTES
 from megatron_rl.layouts.compile import hf_layouts
 from megatron_rl.models import load_table
 from megatron_rl.models.family import read
@@ -70,11 +71,18 @@ def _write_tokenizer(directory: Path, tokens: list[str], *, max_length: int) -> 
     ).save_pretrained(str(directory))
 
 
+def _dtype(config: dict[str, Any]) -> str:
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"config.json has dtype={dtype!r}: weights are {', '.join(DTYPE_BYTES)}. Set one of them.")
+    return str(dtype)
+
+
 def _write_weights(path: Path, config: dict[str, Any], *, seed: int, jitter: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     std = config.get("initializer_range", INITIALIZER_RANGE)
     tensors = {}
-    for layout in hf_layouts(load_table(config), dtype=read(config, "dtype", "torch_dtype")):
+    for layout in hf_layouts(load_table(config), dtype=_dtype(config)):
         noise = torch.randn(layout.shape, generator=generator)
         if layout.name.endswith("e_score_correction_bias"):
             value = noise * jitter

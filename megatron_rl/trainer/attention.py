@@ -6,7 +6,10 @@ which is cut into 2c equal chunks.
 
 # B sequences of a bucket, L the longest of them, T packed tokens of this rank, n heads, d head dim
 
+import functools
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+CPU = torch.device("cpu")
 SHORT = 64
 """Sequences up to this long share a bucket; beyond, a bucket spans a factor of two."""
 
@@ -38,9 +42,19 @@ class Bucket:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Packed sequences with what the attention here needs to know of them, computed once a micro-batch."""
+    """Packed sequences with what the attention here needs to know of them."""
 
-    buckets: tuple[Bucket, ...] = ()
+    lengths: tuple[int, ...] = ()
+    """Padded, of the whole sequences."""
+    cp: int = 1
+    cp_rank: int = 0
+
+    @functools.cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The same for every layer of a micro-batch."""
+        lengths = torch.tensor(self.lengths)
+        classes = (lengths.clamp(min=SHORT) - 1).log2().floor()
+        return tuple(_bucket(lengths, classes == c, self.cp, self.cp_rank) for c in classes.unique())
 
 
 def local_positions(lengths: Tensor, cp: int, rank: int) -> Tensor:
@@ -57,19 +71,19 @@ def local_positions(lengths: Tensor, cp: int, rank: int) -> Tensor:
     return torch.where(offset < half, offset + rank * half, offset + (2 * cp - 2 - rank) * half)
 
 
-def pack(lengths: Tensor, *, cp: int = 1, rank: int = 0) -> PackedSequences:
-    """Describe sequences of `lengths` (int64 [sequences], padded) to megatron and to the attention here."""
-    zero = lengths.new_zeros(1)
-    bounds = torch.cat([zero, lengths.cumsum(0)]).int()
-    longest = int(lengths.max())
-    classes = (lengths.clamp(min=SHORT) - 1).log2().floor()
+def pack(lengths: Sequence[int], *, cp: int = 1, cp_rank: int = 0, device: torch.device = CPU) -> PackedSequences:
+    """Describe sequences of `lengths`, padded, to megatron and to the attention here."""
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        buckets=tuple(_bucket(lengths, classes == c, cp, rank) for c in classes.unique()),
+        lengths=tuple(lengths),
+        cp=cp,
+        cp_rank=cp_rank,
     )
 
 

@@ -101,7 +101,7 @@ def build(rows: Sequence[Row], align: Alignment, *, length: int, device: torch.d
     return MicroBatch(
         tokens_1T=torch.from_numpy(tokens)[here_T][None].to(device),
         positions_1T=position_T[None].to(device),
-        sequences=pack(lengths_S.to(device), cp=align.cp, rank=align.cp_rank),
+        sequences=pack(lengths, cp=align.cp, cp_rank=align.cp_rank, device=device),
         index_N=index_N.to(device),
         targets_N=torch.from_numpy(targets)[here_T][index_N].to(device),
         places_N=places_N,

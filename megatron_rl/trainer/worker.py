@@ -80,6 +80,9 @@ class Worker:
         )
         self.tensors = weights.named_tensors(self.chunks, self.layouts)
         weights.import_hf(self.source, self.tensors, self.layouts)
+        layers = [f"{c.layers.start} to {c.layers.stop - 1}" for c in self.topology.chunks(self.rank)]
+        size = sum(tensor.numel() for tensor in self.tensors.values()) / 1e6
+        logger.info("%s: layers %s, %.3f M parameters", self.topology.coordinates(self.rank), ", ".join(layers), size)
         return self.topology.coordinates(self.rank).dp
 
     def begin(self, phase: str) -> None:

@@ -29,7 +29,7 @@ def test_packed_attention_is_causal_attention_of_each_sequence() -> None:
     key, value = (torch.randn(total, GROUPS, DIM, requires_grad=True) for _ in range(2))
     weight = torch.randn(total, HEADS * DIM)
 
-    found = attention()(query, key, value, None, packed_seq_params=pack(torch.tensor(LENGTHS)))
+    found = attention()(query, key, value, None, packed_seq_params=pack(LENGTHS))
     gradients = torch.autograd.grad((found * weight).sum(), (query, key, value))
 
     expected = []
@@ -80,7 +80,7 @@ def test_rotary_in_one_piece_equals_megatrons_own_loop(cp: int, mla: bool) -> No
 def test_padding_of_a_bucket_never_reaches_a_result() -> None:
     """Padded places repeat row 0: a value there must change nothing but row 0's own sequence."""
     torch.manual_seed(1)
-    lengths = torch.tensor([3, 60])
+    lengths = [3, 60]
     query, key, value = (torch.randn(63, HEADS, DIM) for _ in range(3))
     first = attention()(query, key, value, None, packed_seq_params=pack(lengths))
     value[0] += 100.0

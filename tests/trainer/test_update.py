@@ -153,3 +153,34 @@ def test_warm_up_and_decay_give_the_learning_rate_of_each_step(tmp_path: Path) -
     config = make_config(algorithm={"lr": 8e-4, "min_lr": 0.0, "warmup_steps": 2, "decay": "linear"})  # of 8 steps
     (metrics,) = run_ranks(1, three_updates, directory, config, f"file://{tmp_path}/meeting", "rl")
     assert [m["lr"] for m in metrics] == pytest.approx([4e-4, 8e-4, 8e-4 * 5 / 6])
+
+
+def second_phase(rank: int, directory: str, config: Any, meeting: str, out: str) -> Any:
+    """A supervised phase, an export, then one policy update."""
+    worker = start(rank, config, directory, meeting, "sft")
+    part = part_of(worker, make_batch(make_rollouts(LENGTHS, PROMPTS), TWO_MINI_BATCHES[worker.topology.dp]))
+    worker.update(part)
+    worker.export(out)
+    worker.begin("rl")
+    return worker.update(part), {name: t.clone() for name, t in worker.tensors.items()}
+
+
+def only_phase(rank: int, directory: str, config: Any, meeting: str) -> Any:
+    worker = start(rank, config, directory, meeting)
+    part = part_of(worker, make_batch(make_rollouts(LENGTHS, PROMPTS), TWO_MINI_BATCHES[worker.topology.dp]))
+    return worker.update(part), {name: t.clone() for name, t in worker.tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_second_phase_starts_anew_from_the_weights_of_the_first(dtype: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "hf", "deepseek_v3", dtype=dtype)
+    config = make_config({"ep": 2}, world_size=2, dtype=dtype, algorithm={"mini_batches": 2})
+    out = tmp_path / "out"
+    out.mkdir()
+
+    found = run_ranks(2, second_phase, directory, config, f"file://{tmp_path}/m0", str(out))
+    expected = run_ranks(2, only_phase, str(out), config, f"file://{tmp_path}/m1")
+
+    for (metrics, tensors), (want, wanted) in zip(found, expected, strict=True):
+        assert metrics == want
+        assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)

@@ -83,6 +83,7 @@ def build(rows: Sequence[Row], align: Alignment, *, length: int, device: torch.d
     targets = np.zeros(length, np.int64)
     start = done = 0
     for row, padded in zip(rows, lengths, strict=False):
+        assert 0 < row.prompt_length < len(row.tokens), (row.prompt_length, len(row.tokens))
         end = start + len(row.tokens)
         tokens[start:end] = row.tokens
         predicting = slice(start + row.prompt_length - 1, end - 1)

@@ -22,8 +22,6 @@ from megatron_rl.trainer.worker import Worker
 from megatron_rl.types import Batch, Rollouts, Sample
 from tests.tiny import CHARACTERS, TINY
 
-ONE: dict[str, Any] = {}
-
 
 def make_config(
     parallel: dict[str, Any] | None = None,

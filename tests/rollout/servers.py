@@ -11,6 +11,8 @@ from megatron_rl.rollout.options import ServerSettings
 from megatron_rl.rollout.server import Request, Server
 from tests.tiny import CHARACTERS, TINY
 
+START_TIMEOUT_S = 500.0
+"""20 s on an idle machine; test machines may be busy."""
 END = 1
 """The tokenizer's end token."""
 
@@ -30,9 +32,9 @@ def hf_config(path: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def running(path: Path, **settings: Any) -> Iterator[Server]:
     """A server of the checkpoint at `path`, its log beside it."""
-    name = f"engine-{path.name}"
-    values = {"name": name, "model_path": str(path), "log_path": str(path.parent / f"{name}.log"), "device": "cpu"}
-    server = Server(ServerSettings(**{**values, **settings}))
+    name = settings.pop("name", f"engine-{path.name}")
+    values = {"model_path": str(path), "log_path": str(path.parent / f"{name}.log"), "device": "cpu"}
+    server = Server(ServerSettings(**{"name": name, **values, "start_timeout_s": START_TIMEOUT_S, **settings}))
     try:
         server.start()
         yield server

@@ -56,7 +56,13 @@ class Checkpoints:
                 "Choose another name=..., remove the directory, or set resume=auto."
             )
         self.prompts.restore(read_state(path)["prompts"])
-        self.trainer.load(path)
+        try:
+            self.trainer.load(path)
+        except BackendError as error:
+            raise BackendError(
+                f"{path} could not be loaded: {error}\nIf its files are damaged, remove that directory: the same "
+                "command then resumes from the checkpoint before it, or starts anew where there is none."
+            ) from error
         logger.info("resumed from %s: weights, optimizer, scheduler, RNG, data cursor, step %d", path, step)
         return step
 

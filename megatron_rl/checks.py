@@ -146,3 +146,8 @@ def _model(config: Config) -> Iterator[str]:
             check_sglang(table, SglangTopology(tp=config.rollout.tp, ep=config.rollout.ep))
         except LayoutError as error:
             yield str(error)
+    if config.model.path is not None and not any(Path(config.model.path).glob("*.safetensors")):
+        yield (
+            f"{config.model.path} has a config.json and no *.safetensors: there are no weights to start from. "
+            "Set model.path to a whole Hugging Face checkpoint in safetensors format."
+        )

@@ -90,7 +90,7 @@ def _logged(cls: type) -> type:
 
     class Logged(cls):  # type: ignore[misc, valid-type]
         def __init__(self, log_path: str, *args: Any):
-            descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(descriptor, stream.fileno())
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)

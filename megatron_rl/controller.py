@@ -30,6 +30,7 @@ def train(config: Config, parts: Parts) -> None:
     step = p.checkpoint.restore()
     if step is None:
         step = warm_start(config, p)  # 0, after the supervised updates that were asked for
+    p.reward.drop(from_step=step + 1 if step else 0)  # what an earlier process sampled after its last checkpoint
     p.weights.push(version=step)  # engine and trainer agree before the first sample
     if step == 0:
         with p.metrics.step(step) as m:
@@ -82,6 +83,7 @@ def evaluation_due(config: Config, step: int) -> bool:
 
 def sample(config: Config, prompts: Prompts, engine: Engine, reward: Reward, metrics: Metrics) -> None:
     """mode=rollout_only: generate and judge with the starting weights, step by step, and train nothing."""
+    reward.drop(from_step=0)
     for step in range(1, config.steps + 1):
         with metrics.step(step) as m:
             with m.time("generate"):

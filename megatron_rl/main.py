@@ -20,7 +20,8 @@ from megatron_rl.checks import check, read_hf_config, topology_of
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
 from megatron_rl.layouts.sglang_topology import SglangTopology
-from megatron_rl.run_directory import RunDirectory
+from megatron_rl.rollout.options import check_sglang_options
+from megatron_rl.run_directory import RunDirectory, written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments)
         check(config)
+        check_sglang_options(config.rollout.sglang)
         with RunDirectory(config) as run, ExitStack() as stack:
             run_mode(config, run, stack)
         return DONE
@@ -106,16 +108,18 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
         sync = EngineSync(trainer, fleet, sync_spec(config, hf))
         train(config, Parts(**training, engine=fleet, reward=scoring, recipe=recipe, weights=sync))
     metrics.status("exporting the weights")
-    trainer.export(run.hf)
+    with written_whole(run.hf) as partial:
+        trainer.export(partial)
     metrics.summary(results(run))
 
 
 def make_model(config: Config, directory: Path, characters: str) -> None:
     """Write the random starting model, unless a checkpoint was named or it is there already."""
-    if config.model.path is None and not (directory / "model.safetensors").exists():
+    if config.model.path is None and not directory.exists():
         from megatron_rl.models.random_checkpoint import write_random_checkpoint
 
-        write_random_checkpoint(directory, config.model.random, characters=characters, seed=config.seed)
+        with written_whole(directory) as partial:
+            write_random_checkpoint(partial, config.model.random, characters=characters, seed=config.seed)
 
 
 def longest_prompt(config: Config, *, context: int) -> int:

@@ -59,3 +59,7 @@ class Reward(Protocol):
     ) -> list[Sample]:
         """The same samples, in order, with `reward` set. split: "train" or "eval"."""
         ...
+
+    def drop(self, *, from_step: int) -> None:
+        """Forget the recorded samples of `from_step` and later: they are made again."""
+        ...

@@ -2,6 +2,9 @@
 
 import fcntl
 import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,7 +13,7 @@ import yaml
 
 from megatron_rl.checkpoint import complete
 from megatron_rl.config import Config, to_yaml
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import BackendError, ConfigError
 
 FIXED = ("model", "data", "seed", "mode", "sft", "samples")
 """Sections that say which run this is: continuing it with others would be another experiment under its name."""
@@ -43,7 +46,7 @@ class RunDirectory:
                 f"Another process is running in {self.path}: two would overwrite each other. Choose another name=..."
             ) from error
         self._refuse_another_run()
-        (self.path / "config.yaml").write_text(to_yaml(self.config))
+        self._write_config()
         self._handler = logging.FileHandler(self.logs / "driver.log")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(self._handler)
@@ -57,6 +60,18 @@ class RunDirectory:
         self._handler.close()
         self._lock.close()
 
+    def _write_config(self) -> None:
+        """All of it or nothing: the next process compares with it."""
+        partial = self.path / "config.yaml.partial"
+        try:
+            partial.write_text(to_yaml(self.config))
+            partial.rename(self.path / "config.yaml")
+        except OSError as error:
+            raise BackendError(
+                f"{self.path / 'config.yaml'} cannot be written ({error.strerror}). Free space there and start "
+                "the same command again."
+            ) from error
+
     def _refuse_another_run(self) -> None:
         """Nothing that a checkpoint belongs to may change under it."""
         saved = self.path / "config.yaml"
@@ -66,6 +81,7 @@ class RunDirectory:
         changed = [
             f"{key}: {old!r} -> {new!r}"
             for section in FIXED
+            if (section, self.config.mode) != ("sft", "sft")  # there it is what `algorithm` is elsewhere
             for key, old, new in _differences(section, before.get(section), now[section])
         ]
         if changed:
@@ -73,6 +89,16 @@ class RunDirectory:
                 f"{self.path} holds checkpoints of another run: {'; '.join(changed)}. "
                 "Choose another name=..., or remove the directory."
             )
+
+
+@contextmanager
+def written_whole(directory: Path) -> Iterator[Path]:
+    """A name that no reader looks at, renamed to `directory` when the block has filled it: a killed write is no write."""
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
 
 
 def _differences(key: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:

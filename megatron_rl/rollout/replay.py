@@ -43,6 +43,9 @@ class Replay:
         """The samples as they are."""
         return samples
 
+    def drop(self, *, from_step: int) -> None:
+        """Nothing is recorded."""
+
     def push(self, *, version: int) -> dict[str, float]:
         """Nothing to send to."""
         return {}

@@ -1,5 +1,6 @@
 """What a rank saves to resume bit for bit: weights by megatron's distributed checkpoints, the rest in its own file."""
 
+import pickle
 import queue
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,7 +66,7 @@ def load_rank_state(state: Mapping[str, Any], optimizer: Any, scheduler: Any) ->
         if saved is None:
             continue
         # torch's own load: megatron's gives all parameters one `step` tensor, which then counts once for each of them.
-        one.optimizer.load_state_dict(saved["inner"])
+        one.optimizer.load_state_dict(_with_settings(saved["inner"], one.optimizer.param_groups))
         for parameter, value in zip(_main_parameters(one), saved["parameters"], strict=True):
             parameter.copy_(value)
     scheduler.load_state_dict(state["scheduler"])
@@ -73,6 +74,12 @@ def load_rank_state(state: Mapping[str, Any], optimizer: Any, scheduler: Any) ->
     if state["random"]["cuda"] is not None:
         torch.cuda.set_rng_state(state["random"]["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["random"]["tracker"])
+
+
+def _with_settings(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """An optimizer's saved state with the settings of `groups`; the schedule sets rate and decay."""
+    pairs = zip(saved["param_groups"], groups, strict=True)
+    return {**saved, "param_groups": [{**old, "betas": new["betas"], "eps": new["eps"]} for old, new in pairs]}
 
 
 def _optimizer_state(optimizer: Any) -> dict[str, Any] | None:
@@ -92,7 +99,14 @@ def read(path: Path) -> dict[str, Any]:
         path = path.with_name("rank-0.pt")
     if not path.exists():
         raise DataError(f"{path} does not exist: this is no checkpoint of ours. Resume from another, or start anew.")
-    return torch.load(path, weights_only=True)
+    try:
+        return torch.load(path, weights_only=True)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise DataError(
+            f"{path} is damaged ({str(error).splitlines()[0]}): it was changed or cut after it was written. Remove the "
+            f"directory {path.parent}: the same command then resumes from the checkpoint before it, or starts anew "
+            "where there is none."
+        ) from error
 
 
 def layout_of(config: Config) -> dict[str, Any]:

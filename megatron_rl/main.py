@@ -76,11 +76,11 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
 
     recipe = find_recipe(config.algorithm.recipe)
     questions = read_questions(config.data)
+    replay = Replay(Path(config.samples)) if config.samples else None
     make_model(config, run.model, characters(questions, config.data.template))
     hf = read_hf_config(run.model)
     longest = longest_prompt(config, context=hf["max_position_embeddings"])
     prompts = load_prompts(config.data, run.model, max_prompt_tokens=longest, questions=questions)
-    replay = Replay(Path(config.samples)) if config.samples else None
     metrics = stack.enter_context(Metrics(run.path, name=config.name, steps=config.steps))
     if is_finished(config, run):
         metrics.summary(results(run))

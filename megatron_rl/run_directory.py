@@ -93,7 +93,7 @@ class RunDirectory:
 
 @contextmanager
 def written_whole(directory: Path) -> Iterator[Path]:
-    """A name that no reader looks at, renamed to `directory` when the block has filled it: a killed write is no write."""
+    """A name that no reader looks at, renamed to `directory` when the block has filled it."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     yield partial

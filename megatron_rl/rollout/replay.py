@@ -1,5 +1,6 @@
 """Recorded samples in place of engines: mode=train_only trains on a samples.jsonl exactly as the run that wrote it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,10 @@ class Replay:
     def __init__(self, path: Path):
         """Raises: DataError when the file is not what a run recorded."""
         self._path = path
-        self._steps = {_key([s.prompt_id for s in samples]): samples for _, samples in read_samples(path)}
+        self._steps: dict[tuple[str, ...], list[Sample]] = {}
+        for step, samples in read_samples(path):
+            _check_groups(samples, f"{path} step {step}")
+            self._steps[_key([s.prompt_id for s in samples])] = samples
         if not self._steps:
             raise DataError(f"samples={path} holds no training sample. Name a samples.jsonl of a run with steps > 0.")
 
@@ -49,6 +53,17 @@ class Replay:
     def push(self, *, version: int) -> dict[str, float]:
         """Nothing to send to."""
         return {}
+
+
+def _check_groups(samples: Sequence[Sample], where: str) -> None:
+    """A run records whole groups, all of one size."""
+    sizes = Counter(s.group for s in samples)
+    smallest, largest = min(sizes, key=lambda g: sizes[g]), max(sizes, key=lambda g: sizes[g])
+    if sizes[smallest] != sizes[largest]:
+        raise DataError(
+            f"{where}: group {smallest} has {sizes[smallest]} sample(s) and group {largest} has {sizes[largest]}: "
+            "lines were lost or added. Use the file as the run wrote it, or remove that step and those after it."
+        )
 
 
 def _key(prompt_ids: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,172 @@
+"""Starts the real program as a user does, ends it as the world does, and looks at what it leaves behind."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+MARK = "MEGATRON_RL_TEST_MARK"
+"""Environment variable that every process of one run inherits."""
+DEADLINE_S = 900.0
+"""For anything that should happen; a machine busy with other things takes long to start a server."""
+GONE_S = 60.0
+"""For the last process to end after the run's own."""
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run that is over."""
+
+    code: int
+    text: str
+    """Standard output and standard error."""
+    cpu_s: float
+    """Processor time of the program itself and of the children it waited for."""
+    left_behind: tuple[str, ...]
+    """Processes of the run that still live, which should be none."""
+
+    def said(self, pattern: str, *, code: int) -> None:
+        """Assert that it ended with `code`, one message that matches `pattern`, no traceback and no process left."""
+        assert self.code == code, (self.code, self.text)
+        message = self.text[max(self.text.rfind("\nrefused: "), self.text.rfind("\nfailed: ")) :]
+        assert re.search(pattern, message), f"{pattern!r} does not match:\n{self.text}"
+        assert "Traceback (most recent call last)" not in self.text, self.text
+        assert self.left_behind == (), self.left_behind
+
+
+class Run:
+    """One process of the program, and all that it starts."""
+
+    def __init__(self, arguments: Sequence[str], output: Path):
+        self._mark, self._output = uuid.uuid4().hex, output
+        self._seen: set[psutil.Process] = set()
+        environment = {**os.environ, MARK: self._mark, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.main", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text(errors="replace")
+
+    def wait_until(self, happened: Callable[[], object], *, what: str) -> None:
+        """Until `happened()`; fails when the run ends before, or the deadline passes."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not happened():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.text()}"
+            assert time.monotonic() < deadline, f"not within {DEADLINE_S:.0f} s: {what}\n{self.text()}"
+            time.sleep(0.005)
+
+    def wait_for(self, text: str) -> None:
+        """Until it has printed `text`."""
+        self.wait_until(lambda: text in self.text(), what=f"it printed {text!r}")
+
+    def processes(self) -> list[psutil.Process]:
+        """The run's living processes: by its mark, by descent, and those seen before that have lost their parent."""
+        own = psutil.Process()
+        found = {p for p in psutil.process_iter() if p != own and self._is_marked(p)}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            driver = psutil.Process(self.process.pid)
+            found |= {driver, *driver.children(recursive=True)}
+        self._seen |= found
+        return [p for p in self._seen if p.is_running() and not _is_zombie(p)]
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self._mark
+        except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+            return False
+
+    def find(self, part: str) -> psutil.Process:
+        """The run's first process whose title or command line holds `part`."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if part in " ".join(process.cmdline()):
+                    return process
+        raise AssertionError(f"no process {part!r} among {describe(self.processes())}")
+
+    def kill(self, part: str) -> None:
+        """SIGKILL the process whose title holds `part`."""
+        self.find(part).send_signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the program, having noted its processes."""
+        self.processes()
+        self.process.send_signal(number)
+
+    def end(self) -> Ended:
+        """Wait until it is over, and until its last process is gone or `GONE_S` passed; what is left then is killed."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.process.returncode is None:
+            pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+            if pid:
+                self.process.returncode = os.waitstatus_to_exitcode(status)
+                break
+            self.processes()
+            if time.monotonic() > deadline:
+                text = self.text()
+                self.abandon()
+                raise AssertionError(f"still running after {DEADLINE_S:.0f} s:\n{text}")
+            time.sleep(0.1)
+        deadline = time.monotonic() + GONE_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        names = describe(left)
+        self.abandon()
+        return Ended(self.process.returncode, self.text(), usage.ru_utime + usage.ru_stime, names)
+
+    def abandon(self) -> None:
+        """Kill whatever lives."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@contextlib.contextmanager
+def running(arguments: Sequence[str], output: Path) -> Iterator[Run]:
+    """A run, of which nothing lives afterwards."""
+    run = Run(arguments, output)
+    try:
+        yield run
+    finally:
+        run.abandon()
+
+
+def finish(arguments: Sequence[str], output: Path) -> Ended:
+    """Run to the end."""
+    with running(arguments, output) as run:
+        return run.end()
+
+
+def describe(processes: Sequence[psutil.Process]) -> tuple[str, ...]:
+    """Pids and command lines."""
+    lines = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lines.append(f"{process.pid} {' '.join(process.cmdline())[:120] or process.name()}")
+    return tuple(lines)
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

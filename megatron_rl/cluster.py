@@ -32,6 +32,8 @@ _OURS = (ConfigError, DataError, LayoutError, SyncError, BackendError)
 def start(*, address: str | None, cpus: int) -> None:
     """Connect to the cluster at `address`, or start one on this machine that may count on `cpus` CPUs."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray would start workers at 15, and what they start with them: the work itself, behind everything else.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
     if address is None:
         ray.init(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, **common)

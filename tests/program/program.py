@@ -39,7 +39,7 @@ class Ended:
     def said(self, pattern: str, *, code: int) -> None:
         """Assert that it ended with `code`, one message that matches `pattern`, no traceback and no process left."""
         assert self.code == code, (self.code, self.text)
-        message = self.text[max(self.text.rfind("\nrefused: "), self.text.rfind("\nfailed: ")) :]
+        message = self.text[max(self.text.rfind("\nrefused: "), self.text.rfind("\nfailed: "), 0) :]
         assert re.search(pattern, message), f"{pattern!r} does not match:\n{self.text}"
         assert "Traceback (most recent call last)" not in self.text, self.text
         assert self.left_behind == (), self.left_behind
@@ -69,8 +69,11 @@ class Run:
 
     def wait_until(self, happened: Callable[[], object], *, what: str) -> None:
         """Until `happened()`; fails when the run ends before, or the deadline passes."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline, look = time.monotonic() + DEADLINE_S, 0.0
         while not happened():
+            if time.monotonic() > look:  # a process that has set its title has lost its mark
+                self.processes()
+                look = time.monotonic() + 0.5
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.text()}"
             assert time.monotonic() < deadline, f"not within {DEADLINE_S:.0f} s: {what}\n{self.text()}"
             time.sleep(0.005)
@@ -96,21 +99,23 @@ class Run:
             return False
 
     def find(self, part: str) -> psutil.Process:
-        """The run's first process whose title or command line holds `part`."""
-        for process in self.processes():
+        """The process with `part` in its title or command line, among those that `wait_until` has seen."""
+        for process in self._seen:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if part in " ".join(process.cmdline()):
                     return process
-        raise AssertionError(f"no process {part!r} among {describe(self.processes())}")
+        raise AssertionError(f"no process {part!r} among {describe(list(self._seen))}")
 
     def kill(self, part: str) -> None:
         """SIGKILL the process whose title holds `part`."""
         self.find(part).send_signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the program, having noted its processes."""
-        self.processes()
-        self.process.send_signal(number)
+        """Send a signal to the program; SIGINT to its whole group, as a terminal does."""
+        if number == signal.SIGINT:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
 
     def end(self) -> Ended:
         """Wait until it is over, and until its last process is gone or `GONE_S` passed; what is left then is killed."""

@@ -1,0 +1,87 @@
+"""A run that is killed goes on as if nothing had happened: bit for bit where no engine samples anew."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.program.conftest import MIDDLE, STEPS, Finished, World
+from tests.program.program import DONE, FAILED, INTERRUPTED, finish, running
+from tests.program.states import differences, records
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(3600)]
+
+LOST_RACE = "all steps were done before the kill arrived"
+
+
+def test_training_on_recorded_samples_gives_the_weights_of_the_run_that_recorded_them(
+    trained: Finished, replayed: Finished
+) -> None:
+    assert replayed.ended.left_behind == ()
+    assert differences(trained.path, replayed.path, step=STEPS) == []
+
+
+def test_three_steps_a_dead_rank_a_killed_driver_and_three_more_steps_are_six_steps_bit_for_bit(
+    world: World, trained: Finished, replayed: Finished
+) -> None:
+    arguments = world.replay_arguments("killed", trained.path / "samples.jsonl")
+    path = world.runs / "killed"
+
+    with running(arguments, world.output("rank-killed")) as run:
+        run.wait_for("step 1/")
+        run.kill("ray::Worker")
+        ended = run.end()
+    ended.said(r"trainer-\d died\. .*Resume with the same command", code=FAILED)
+    assert [r["step"] for r in records(path)][:2] == [0, 1]
+
+    with running(arguments, world.output("driver-killed")) as run:
+        run.wait_until((path / f"checkpoints/step_{MIDDLE:06d}").exists, what="the checkpoint was there")
+        run.signal(signal.SIGKILL)
+        ended = run.end()
+    assert ended.code == -signal.SIGKILL, LOST_RACE
+    assert ended.left_behind == ()
+    assert not (path / f"checkpoints/step_{STEPS:06d}").exists(), LOST_RACE
+
+    ended = finish(arguments, world.output("resumed"))
+    assert ended.code == DONE, ended.text
+    assert differences(replayed.path, path, step=STEPS) == []
+    assert records(path) == records(replayed.path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_that_it_resumes_and_leaves_nothing(
+    world: World, trained: Finished, replayed: Finished, number: signal.Signals
+) -> None:
+    path = world.cut(replayed.path, f"interrupted-{number.name}")
+    arguments = world.replay_arguments(path.name, trained.path / "samples.jsonl")
+
+    with running(arguments, world.output("interrupted")) as run:
+        run.wait_for({signal.SIGINT: f"step {MIDDLE + 1}/", signal.SIGTERM: "starting Ray"}[number])
+        run.signal(number)
+        ended = run.end()
+
+    ended.said("interrupted; the same command resumes", code=INTERRUPTED)
+
+
+def test_a_resumed_run_does_not_become_another_one(world: World, trained: Finished, replayed: Finished) -> None:
+    path = world.cut(replayed.path, "another")
+    before = (path / "config.yaml").read_text()
+    arguments = world.replay_arguments("another", trained.path / "samples.jsonl", seed=5)
+
+    ended = finish(arguments, world.output("another"))
+
+    ended.said(r"holds checkpoints of another run: seed: 0 -> 5.*Choose another name", code=2)
+    assert (path / "config.yaml").read_text() == before
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == [f"step_{MIDDLE:06d}"]
+
+
+def test_more_steps_go_on_from_the_last_one(world: World, trained: Finished, replayed: Finished) -> None:
+    """Of a run that was complete with MIDDLE steps."""
+    path: Path = world.cut(replayed.path, "longer")
+    arguments = world.replay_arguments("longer", trained.path / "samples.jsonl", steps=STEPS)
+
+    ended = finish(arguments, world.output("longer"))
+
+    assert ended.code == DONE, ended.text
+    assert f"step {MIDDLE + 1}/{STEPS}" in ended.text and f"step {MIDDLE}/" not in ended.text
+    assert differences(replayed.path, path, step=STEPS) == []

@@ -6,6 +6,10 @@ from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, _dispatch_mla_subtype
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from megatron_rl.rollout.sglang_cpu import attention
+
+TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+
 
 def activate_cpu() -> None:
     """Register them."""
@@ -21,6 +25,9 @@ def activate_cpu() -> None:
         _do_nothing,
         HookType.REPLACE,
     )
+    # It calls torch once for every sequence of every layer.
+    for name, ours in (("_run_sdpa_forward_decode", attention.decode), ("_run_sdpa_forward_extend", attention.extend)):
+        HookRegistry.register(f"{TORCH_NATIVE}.{name}", ours, HookType.AROUND)
     # It pads heads and intermediate sizes for AMX kernels, so that weights would lie otherwise than on a GPU.
     HookRegistry.register(
         "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _keep_config, HookType.REPLACE

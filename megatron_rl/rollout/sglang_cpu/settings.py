@@ -13,6 +13,8 @@ CPU_FLAGS: dict[str, object] = {
     "enable-deterministic-inference": True,
     # A cached prefix changes the shapes of matrix products, and with them the last bits of log-probabilities.
     "disable-radix-cache": True,
+    # An idle scheduler otherwise polls without pause, on a core that the trainer needs.
+    "sleep-on-idle": True,
 }
 
 

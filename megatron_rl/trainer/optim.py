@@ -60,7 +60,7 @@ def build(
         end_wd=settings.weight_decay,
         wd_incr_steps=max(steps, 1),
         wd_incr_style="constant",
-        # A resumed run goes by its config: a lower rate is the mend of a diverged one, more steps a longer decay.
+        # Of a resumed run: a lower rate is the mend of a diverged one, more steps make a longer decay.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

@@ -77,9 +77,15 @@ def load_rank_state(state: Mapping[str, Any], optimizer: Any, scheduler: Any) ->
 
 
 def _with_settings(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """An optimizer's saved state with the settings of `groups`; the schedule sets rate and decay."""
-    pairs = zip(saved["param_groups"], groups, strict=True)
-    return {**saved, "param_groups": [{**old, "betas": new["betas"], "eps": new["eps"]} for old, new in pairs]}
+    """An optimizer's saved state with the settings of `groups`: a resumed run goes by its config."""
+    position = ("params", "step")  # of the state; Transformer Engine's Adam counts steps by group
+    return {
+        **saved,
+        "param_groups": [
+            {**new, **{key: old[key] for key in position if key in old}}
+            for old, new in zip(saved["param_groups"], groups, strict=True)
+        ],
+    }
 
 
 def _optimizer_state(optimizer: Any) -> dict[str, Any] | None:

@@ -34,6 +34,8 @@ def start(*, address: str | None, cpus: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray would start workers at 15, and what they start with them: the work itself, behind everything else.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray would print its own account of a dead process over the progress display, beside ours.
+    ray._private.worker._worker_logs_enabled = False
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
     if address is None:
         ray.init(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, **common)

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return DONE if arguments else REFUSED
     signal.signal(signal.SIGTERM, _interrupt)
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # that Transformer Engine is not there
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nor a CUDA runtime
     try:
         config = load_config(arguments)
         check(config)
@@ -74,6 +75,12 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     from megatron_rl.rollout.replay import Replay
     from megatron_rl.sft import Training, finetune
 
+    metrics = stack.enter_context(Metrics(run.path, name=config.name, steps=config.steps))
+    if is_finished(config, run):
+        metrics.summary(results(run))
+        metrics.status(f"{run.path} was complete already. Raise steps to go on, or choose another name.")
+        return
+
     recipe = find_recipe(config.algorithm.recipe)
     questions = read_questions(config.data)
     replay = Replay(Path(config.samples)) if config.samples else None
@@ -81,11 +88,6 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     hf = read_hf_config(run.model)
     longest = longest_prompt(config, context=hf["max_position_embeddings"])
     prompts = load_prompts(config.data, run.model, max_prompt_tokens=longest, questions=questions)
-    metrics = stack.enter_context(Metrics(run.path, name=config.name, steps=config.steps))
-    if is_finished(config, run):
-        metrics.summary(results(run))
-        metrics.status(f"{run.path} was complete already. Raise steps to go on, or choose another name.")
-        return
 
     trainer, fleet, scoring = start(config, run, hf, stack, status=metrics.status)
     if config.mode == "rollout_only":

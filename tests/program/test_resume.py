@@ -31,7 +31,7 @@ def test_three_steps_a_dead_rank_a_killed_driver_and_three_more_steps_are_six_st
         run.wait_for("step 1/")
         run.kill("ray::Worker")
         ended = run.end()
-    ended.said(r"trainer-\d died\. .*Resume with the same command", code=FAILED)
+    ended.said(r"trainer-\d died\. (?s:.*)Resume with the same command", code=FAILED)
     assert [r["step"] for r in records(path)][:2] == [0, 1]
 
     with running(arguments, world.output("driver-killed")) as run:

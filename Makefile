@@ -3,13 +3,21 @@ export HF_HUB_OFFLINE := 1
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 PY := .venv/bin/python
 
-.PHONY: env demo check test test-fast format
+.PHONY: env demo bench check test test-fast format
 
 env:
 	@requirements/install.sh
 
 demo: env  ## GRPO on a small DeepSeek-V3-shaped MoE, on this machine's CPU
 	$(PY) -m megatron_rl.main experiment=cpu_digits name=demo
+
+bench: env build/bench/complete  ## What a step costs, against bare megatron-core and against TRL
+	$(PY) tools/bench_step.py
+
+build/bench/complete: requirements/bench.txt | env
+	rm -rf build/bench
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target build/bench -r requirements/bench.txt
+	touch $@
 
 check: env  ## Style and types
 	$(PY) -m ruff check .

@@ -3,7 +3,7 @@
 # Usage: requirements/install.sh
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-key=$(cat "$here"/*.txt "$here"/*.lock "$here/install.sh" | sha256sum | cut -c1-16)
+key=$(cat "$here"/{base,cpu,cpu-nodeps,dev}.txt "$here/cpu.lock" "$here/install.sh" | sha256sum | cut -c1-16)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/megatron-rl/$key
 
 if [ ! -e "$cache/complete" ]; then

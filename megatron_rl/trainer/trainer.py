@@ -21,6 +21,9 @@ STOP_TIMEOUT_S = 10.0
 class MegatronTrainer:
     """Satisfies `protocols.Trainer` and `sync.WeightSender`."""
 
+    worker: type[Worker] = Worker
+    """What each actor runs; tools/bench_step.py times more than it does."""
+
     def __init__(self, config: Config, model_directory: Path, *, pool: Pool, logs: Path):
         """Start `config.trainer.world_size` ranks in `pool`, read the weights, and wait until all are ready.
 
@@ -29,7 +32,7 @@ class MegatronTrainer:
         """
         self._config, self._logs = config, logs
         self._actors = [
-            pool.spawn(Worker, config, rank, str(model_directory), index=rank, log=logs / f"{_name(rank)}.log")
+            pool.spawn(self.worker, config, rank, str(model_directory), index=rank, log=logs / f"{_name(rank)}.log")
             for rank in range(config.trainer.world_size)
         ]
         start_s = config.trainer.start_timeout_s

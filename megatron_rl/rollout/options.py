@@ -96,6 +96,7 @@ def command(settings: ServerSettings, *, port: int) -> list[str]:
         # Tokens in, tokens out.
         "skip-tokenizer-init": True,
         "log-level": "info",
+        "log-level-http": "warning",
     }
     if settings.device == "cpu":
         flags |= CPU_FLAGS

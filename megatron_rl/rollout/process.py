@@ -25,11 +25,13 @@ STOP_GRACE_S = 5.0
 """For the server to end by itself, and then for its resource tracker to free shared memory; the rest is killed."""
 TEMPORARY = "megatron-rl-engine-"
 """Of the server's TMPDIR, followed by the owner's pid."""
+EXIT_S = 2.0
+"""From the broken connection of a dying server to its exit code."""
 START_ATTEMPTS = 3
 """A free port may be taken by another process before the server binds it."""
 LOG_TAIL_LINES = 15
 _ERROR_LINE = re.compile(
-    r"^(?:\[[^\]]*\] )?(?:.*: )?((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit): .+)"
+    r"^(?:\[[^\]]*\] )?(?:.*: )?((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit): .+|ERROR: .+)"
 )
 _PORT_TAKEN = re.compile(r"address already in use|Port \d+ is already in use|port .* not available", re.IGNORECASE)
 _NO_PLUGIN = re.compile(r"Failed to (?:load|execute) (?:general )?plugin:? megatron_rl")
@@ -105,7 +107,8 @@ class ServerProcess:
         http = requests.Session()
         http.trust_env = False
         while time.monotonic() < deadline:
-            if self._ended.is_set():
+            # Without its port a server does not end, and whoever has the port may answer in its place.
+            if self._ended.is_set() or _PORT_TAKEN.search(self._log()):
                 raise BackendError(f"{self.settings.name} did not start: {self.error_text()}")
             with contextlib.suppress(requests.RequestException):
                 if http.get(f"{self.url}/health", timeout=2).status_code == requests.codes.ok:
@@ -132,6 +135,7 @@ class ServerProcess:
 
     def error_text(self) -> str:
         """What the server itself said went wrong, how it ended, and where its log is."""
+        self._ended.wait(EXIT_S)
         ended = f"It ended with exit code {self._exit_code}. " if self._ended.is_set() else ""
         return f"{server_error(self._log())}\n{ended}Its log is {self.settings.log_path}."
 

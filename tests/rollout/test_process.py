@@ -24,3 +24,17 @@ def test_an_error_is_told_once_and_the_last_come_last() -> None:
 
 def test_a_log_without_an_error_shows_its_end() -> None:
     assert server_error("\n".join(str(i) for i in range(40))) == "\n".join(str(i) for i in range(25, 40))
+
+
+def test_what_sglang_says_of_a_killed_scheduler_is_kept() -> None:
+    killed = (
+        "RuntimeError: Rank 0 scheduler died during initialization (exit code: -9). A common cause is the OOM killer."
+    )
+
+    assert server_error(f"INFO: starting\n[2026-01-01 00:00:00] {killed}\nINFO: bye") == killed
+
+
+def test_a_port_that_cannot_be_bound_is_an_error() -> None:
+    log = "[2026-01-01 00:00:00] ERROR:    [Errno 98] error while binding ('127.0.0.1', 5): address already in use"
+
+    assert server_error(log) == "ERROR:    [Errno 98] error while binding ('127.0.0.1', 5): address already in use"

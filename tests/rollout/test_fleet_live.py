@@ -1,0 +1,174 @@
+"""The driver's side over Ray, with two real servers: order, balance, scores, a push, and engines that die."""
+
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl import cluster
+from megatron_rl.config import RewardConfig, RolloutConfig, SamplingConfig
+from megatron_rl.errors import BackendError, DataError, SyncError
+from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.resharding.execute import Sender
+from megatron_rl.resharding.spec import Bucket, SyncSpec, compile_sync
+from megatron_rl.resharding.sync import EngineSync
+from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.samples import read_samples
+from megatron_rl.rollout.scorer import Scoring
+from megatron_rl.trainer.weights import import_hf
+from megatron_rl.types import Prompt
+from tests.rollout.servers import START_TIMEOUT_S, checkpoint, hf_config
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
+ENGINES = 2
+PROMPTS = [Prompt(id=f"p{i}", text=f"p{i}", tokens=tuple(range(3, 5 + i)), answer="a") for i in range(10)]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    fleet: Fleet
+    path: Path
+    logs: Path
+    samples: Path
+    scoring: Scoring
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    directory = tmp_path_factory.mktemp("fleet")
+    path = checkpoint(directory, "qwen3_moe", dtype="float32", seed=1)
+    cluster.start(address=None, cpus=ENGINES + 1)
+    try:
+        rollout = RolloutConfig(
+            engines=ENGINES, dtype="float32", max_running_requests=8, start_timeout_s=START_TIMEOUT_S
+        )
+        pools = [cluster.Pool("rollout", ENGINES, cpus=1), cluster.Pool("scorer", 1, cpus=1)]
+        sampling = SamplingConfig(max_tokens=8)
+        fleet = Fleet(rollout, sampling, path, context_length=1024, pool=pools[0], logs=directory)
+        samples = directory / "samples.jsonl"
+        scoring = Scoring(RewardConfig(name="exact"), path, samples, pool=pools[1], logs=directory)
+        yield Setting(fleet, path, directory, samples, scoring)
+    finally:
+        cluster.stop()
+
+
+class Trainer:
+    """One rank in this process."""
+
+    def __init__(self, path: Path, spec: SyncSpec, *, damage: bool = False):
+        layouts = compile_sync(spec).sources[0]
+        self.tensors = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in layouts}
+        import_hf(path, self.tensors, layouts)
+        self.sender, self.damage = Sender(spec, 0), damage
+
+    def send_weights(self, spec: SyncSpec) -> tuple[Bucket, ...]:
+        buckets = self.sender.pack(self.tensors)
+        if self.damage:
+            self.sender._buffers[0].bytes[100] ^= 1
+        return buckets
+
+
+def spec_of(path: Path) -> SyncSpec:
+    trainer = MegatronTopology(world_size=1, num_layers=4)
+    return SyncSpec(hf_config(path), trainer, SglangTopology(), "float32", "float32")
+
+
+def test_samples_come_in_order_and_again_with_the_same_seed(setting: Setting) -> None:
+    first, again, other = (setting.fleet.generate(PROMPTS, samples_per_prompt=3, seed=s) for s in (1, 1, 2))
+
+    assert [(s.prompt_id, s.group) for s in first] == [(f"p{i}", i) for i in range(10) for _ in range(3)]
+    assert all(s.prompt_tokens == len(PROMPTS[s.group].tokens) and s.version == 0 for s in first)
+    tokens = [[ray.get(s.rollouts).row(s.row)[0].tolist() for s in samples] for samples in (first, again, other)]
+    assert tokens[0] == tokens[1] != tokens[2]
+    for sample, row in zip(first, tokens[0], strict=True):
+        assert tuple(row[: sample.prompt_tokens]) == PROMPTS[sample.group].tokens
+        assert len(row) == sample.prompt_tokens + sample.response_tokens
+
+
+def test_both_engines_work_and_none_has_more_than_it_can_run(setting: Setting) -> None:
+    samples = setting.fleet.generate(PROMPTS, samples_per_prompt=3, seed=3)
+
+    requests = Counter(s.rollouts for s in samples)
+    assert max(requests.values()) <= 6  # 2 groups of 3 fit max_running_requests=8
+    assert len(requests) >= 5
+
+
+def test_a_prompt_without_room_for_an_answer_is_refused_before_sending(setting: Setting) -> None:
+    long = Prompt(id="long", text="", tokens=(5,) * 1020, answer="")
+
+    with pytest.raises(DataError, match="Prompt long has 1020 tokens.*max_tokens=8.*1024"):
+        setting.fleet.generate([long], samples_per_prompt=1, seed=0)
+
+
+def test_scored_samples_are_recorded_and_replayed(setting: Setting) -> None:
+    samples = setting.fleet.generate(PROMPTS, samples_per_prompt=2, seed=4)
+
+    judged = setting.scoring(samples, PROMPTS, step=3)
+    setting.scoring(samples, PROMPTS, step=3, split="eval")
+
+    records = [json.loads(line) for line in setting.samples.read_text().splitlines()]
+    assert [r["split"] for r in records] == ["train"] * 20 + ["eval"] * 20
+    assert [s.reward for s in judged] == [float(r["response"].strip() == "a") for r in records[:20]]
+    ((step, replayed),) = read_samples(setting.samples)
+    assert step == 3
+    for old, new in zip(judged, replayed, strict=True):
+        (tokens, logprobs, length), (again, again_logprobs, _) = (
+            ray.get(old.rollouts).row(old.row), new.rollouts.row(new.row)
+        )  # fmt: skip
+        assert tokens.tobytes() == again.tobytes() and logprobs.tobytes() == again_logprobs.tobytes()
+        assert length == new.prompt_tokens and (old.reward, old.finish) == (new.reward, new.finish)
+
+
+def test_a_push_reaches_both_engines_and_a_damaged_one_leaves_them_paused(setting: Setting, tmp_path: Path) -> None:
+    other = checkpoint(tmp_path, "qwen3_moe", dtype="float32", seed=2)
+    spec = spec_of(setting.path)
+    before = setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
+
+    metrics = EngineSync(Trainer(other, spec), setting.fleet, spec).push(version=7)
+    pushed = setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
+    with pytest.raises(SyncError, match=r"engine-\d did not take the weights.*engine rank 0.*trainer rank 0.*digest"):
+        EngineSync(Trainer(setting.path, spec, damage=True), setting.fleet, spec).push(version=8)
+    with pytest.raises(SyncError, match="may hold a mixture of weights"):
+        setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
+    EngineSync(Trainer(setting.path, spec), setting.fleet, spec).push(version=9)
+    healed = setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
+
+    weights = sum(t.nbytes for t in load_file(other / "model.safetensors").values())
+    assert metrics["sync/bytes_received"] == metrics["sync/bytes_needed"] == ENGINES * weights
+    assert ({s.version for s in pushed}, {s.version for s in healed}) == ({7}, {9})
+    rows = [[ray.get(s.rollouts).row(s.row)[0].tolist() for s in samples] for samples in (before, pushed, healed)]
+    assert rows[0] == rows[2] != rows[1]
+
+
+def test_engines_that_die_are_named_and_leave_no_process(setting: Setting) -> None:
+    """Last: the fleet does not survive it."""
+    servers = {
+        p.pid: p for p in psutil.Process().children(recursive=True) if "megatron_rl.rollout.launch" in p.cmdline()
+    }
+    assert len(servers) == ENGINES
+    scheduler_count = sum("sglang::scheduler" in p.name() for p in psutil.Process().children(recursive=True))
+    first, second = sorted(servers)
+    threading.Timer(0.5, lambda: os.kill(first, signal.SIGKILL)).start()
+
+    with pytest.raises(BackendError, match=r"(?s)engine-\d ended during /generate.*exit code -9"):
+        for seed in range(1000):
+            setting.fleet.generate(PROMPTS, samples_per_prompt=8, seed=seed)
+
+    actor = servers[second].ppid()
+    os.kill(actor, signal.SIGKILL)
+    with pytest.raises(BackendError, match=r"engine-\d died"):
+        setting.fleet.pause()
+    gone, alive = psutil.wait_procs(servers.values(), timeout=10)
+    assert alive == [] and scheduler_count >= 0

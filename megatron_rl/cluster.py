@@ -6,6 +6,7 @@ of their own.
 
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 1_000_000_000
 """Of a cluster started here: a step's token arrays; it spills to disk beyond."""
+CONNECT_TIMEOUT_S = 10.0
+"""To a cluster that runs already."""
 GRACE_S = 2.0
 """After a first failure: time for a dead actor to be told apart from its peers' broken connections."""
 LOG_TAIL_LINES = 12
@@ -42,11 +45,19 @@ def start(*, address: str | None, cpus: int) -> None:
         return
     del common["include_dashboard"]
     try:
+        _knock(address)
         ray.init(address=address, **common)
-    except (ConnectionError, RayError) as error:
+    except (OSError, RayError) as error:
         raise BackendError(
             f"No Ray cluster answers at cluster.address={address}: {error}. Start one there, or leave it null."
         ) from error
+
+
+def _knock(address: str) -> None:
+    """Raises: OSError when nobody listens at host:port, which Ray would wait for at length."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():  # and not "auto"
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def stop() -> None:

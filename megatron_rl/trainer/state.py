@@ -11,6 +11,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError, DataError
@@ -34,7 +35,11 @@ def load_weights(directory: Path, chunks: Chunks) -> None:
         raise DataError(
             f"{directory} does not exist: this is no checkpoint of ours. Resume from another, or start anew."
         )
-    loaded = dist_checkpointing.load(_sharded(chunks), str(directory))
+    try:
+        loaded = dist_checkpointing.load(_sharded(chunks), str(directory))
+    except CheckpointException as error:
+        causes = {f"{type(cause).__name__} {cause}".strip() for cause, _ in error.failures.values()}
+        raise _damaged(directory, "; ".join(sorted(causes))) from error
     for i, chunk in enumerate(chunks):
         missing, unexpected = chunk.module.load_state_dict(loaded[f"chunk{i}"], strict=False)
         wrong = [name for name in [*missing, *unexpected] if not name.endswith("_extra_state")]
@@ -108,11 +113,15 @@ def read(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, weights_only=True)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise DataError(
-            f"{path} is damaged ({str(error).splitlines()[0]}): it was changed or cut after it was written. Remove the "
-            f"directory {path.parent}: the same command then resumes from the checkpoint before it, or starts anew "
-            "where there is none."
-        ) from error
+        raise _damaged(path, f"{type(error).__name__} {error}") from error
+
+
+def _damaged(path: Path, cause: str) -> DataError:
+    return DataError(
+        f"{path} is damaged ({cause[:200]}): it was changed or cut after it was written. Remove the directory "
+        f"{path.parent}: the same command then resumes from the checkpoint before it, or starts anew where there is "
+        "none."
+    )
 
 
 def layout_of(config: Config) -> dict[str, Any]:

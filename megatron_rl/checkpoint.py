@@ -91,9 +91,9 @@ class Checkpoints:
             free_mb = shutil.disk_usage(self.directory.parent).free / 1e6  # the error need not mention the disk
             shutil.rmtree(partial, ignore_errors=True)
             raise BackendError(
-                f"The checkpoint of step {step} could not be written below {self.directory}, where {free_mb:.1f} MB were "
-                f"free: {str(error).rstrip('.')}. Earlier checkpoints are untouched. Free space there (or lower checkpoint.keep) and start the same command "
-                "again: it resumes."
+                f"The checkpoint of step {step} could not be written below {self.directory}, where {free_mb:.1f} MB "
+                f"were free: {str(error).rstrip('.')}. Earlier checkpoints are untouched. Free space there (or lower "
+                "checkpoint.keep) and start the same command again: it resumes."
             ) from error
         for _, old in complete(self.directory)[: -self.keep]:
             shutil.rmtree(old)

@@ -6,6 +6,7 @@ of their own.
 
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -39,18 +40,21 @@ def start(*, address: str | None, cpus: int) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray would print its own account of a dead process over the progress display, beside ours.
     ray._private.worker._worker_logs_enabled = False
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
-    if address is None:
-        ray.init(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, **common)
-        return
-    del common["include_dashboard"]
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        _knock(address)
-        ray.init(address=address, **common)
+        if address is None:
+            ray.init(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **common)
+        else:
+            _knock(address)
+            ray.init(address=address, **common)
     except (OSError, RayError) as error:
+        place = f"at cluster.address={address}" if address else "on this machine, though it was just started"
         raise BackendError(
-            f"No Ray cluster answers at cluster.address={address}: {error}. Start one there, or leave it null."
+            f"No Ray cluster answers {place}: {error}. Start one there, or leave cluster.address null."
         ) from error
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one of its own there, which exits without a word
 
 
 def _knock(address: str) -> None:

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SyncError, BackendError) as error:
         print(f"\nfailed: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # the latter from Ray's handler of SIGTERM, while Ray starts
         print("\ninterrupted; the same command resumes from the newest checkpoint", file=sys.stderr)
         return INTERRUPTED
 

@@ -54,7 +54,7 @@ def test_a_cluster_that_does_not_answer_is_named(world: World) -> None:
 
     ended = finish(arguments, world.output("no-cluster"))
 
-    ended.said(r"No Ray cluster answers at cluster\.address=127\.0\.0\.1:1.*leave it null", code=FAILED)
+    ended.said(r"No Ray cluster answers at cluster\.address=127\.0\.0\.1:1.*refused.*address null", code=FAILED)
 
 
 def test_rollout_only_samples_and_judges_and_trains_nothing(world: World) -> None:

@@ -41,7 +41,10 @@ def test_a_loss_that_is_not_a_number_is_refused_and_a_lower_rate_resumes(
     ("file", "pattern"),
     [
         ("rank-1.pt", r"rank-1\.pt is damaged .*Remove the directory .*step_000003: the same command then resumes"),
-        ("weights/__0_0.distcp", r"step_000003 could not be loaded: (?s:.*)damaged, remove that directory"),
+        (
+            "weights/__0_0.distcp",
+            r"step_000003/weights is damaged \(EOFError.*Remove the directory .*step_000003: the same",
+        ),
         ("state.json", r"state\.json is not JSON.*Remove that directory"),
     ],
 )
@@ -54,7 +57,7 @@ def test_a_damaged_checkpoint_is_named(
 
     ended = finish(world.replay_arguments(path.name, trained.path / "samples.jsonl"), world.output("damaged"))
 
-    ended.said(pattern, code=FAILED if file.startswith("weights") else REFUSED)
+    ended.said(pattern, code=REFUSED)
 
 
 @pytest.fixture
@@ -85,7 +88,7 @@ def test_a_full_disk_at_a_save_loses_no_checkpoint_and_the_run_resumes(
     arguments = world.replay_arguments("full", trained.path / "samples.jsonl", runs_dir=disk)
 
     finish(arguments, world.output("full")).said(
-        rf"checkpoint of step {STEPS} could not be written.*No space left(?s:.*)Earlier checkpoints are untouched",
+        rf"checkpoint of step {STEPS} could not be written .*, where \d\.\d MB were free: .*Earlier checkpoints are untouched",
         code=FAILED,
     )
     assert [p.name for p in (path / "checkpoints").iterdir()] == [f"step_{MIDDLE:06d}"]

@@ -1,6 +1,6 @@
 # Each target does its own set-up: see requirements/install.sh.
 export HF_HUB_OFFLINE := 1
-export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
+export PYTHONPATH := $(CURDIR)
 PY := .venv/bin/python
 
 .PHONY: env demo bench check test test-fast format

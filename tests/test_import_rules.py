@@ -1,6 +1,9 @@
 """The arrows of the architecture, read from the source with ast: no backend needs to be installed."""
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +59,15 @@ def test_imports_follow_the_arrows() -> None:
     ]
 
     assert wrong == []
+
+
+def test_a_clone_that_is_not_installed_finds_its_kernels() -> None:
+    code = "import megatron_rl.resharding.execute, megatron_rl_kernels; print(megatron_rl_kernels.__file__)"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, env=environment, capture_output=True, text=True)
+
+    assert out.stdout.strip() == str(ROOT.parent / "kernels" / "megatron_rl_kernels" / "__init__.py"), out.stderr
 
 
 def test_nothing_shadows_the_package_kernels() -> None:

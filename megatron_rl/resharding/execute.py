@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
+from megatron_rl_kernels.reference import copy_boxes
 from torch import Tensor
 
 from megatron_rl.errors import LayoutError, SyncError
@@ -104,8 +105,7 @@ class Sender:
                 copy_view(tensors[c.src], c.src_offset, c.shape) for dst in self._buffers for c in self._copies[dst]
             ]
             self._addresses = addresses
-        if self._views:
-            torch._foreach_copy_(self._views, self._sources)
+        copy_boxes(self._views, self._sources)
         return tuple(
             Bucket(self.rank, dst, buffer.path, buffer.nbytes, self.plan.hash, buffer.digest())
             for dst, buffer in self._buffers.items()
@@ -168,7 +168,7 @@ class Receiver:
         for bucket in buckets:
             self._check(bucket)
         for bucket in buckets:
-            torch._foreach_copy_(self._destinations[bucket.src_rank], self._views[bucket.path][0])
+            copy_boxes(self._destinations[bucket.src_rank], self._views[bucket.path][0])
         return sum(self._views[bucket.path][1] for bucket in buckets)
 
     def _attach(self, buckets: Sequence[Bucket]) -> None:

@@ -1,15 +1,20 @@
 """Real megatron ranks push into real servers: afterwards each server is what a fresh one is that loaded the export."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from megatron_rl.errors import SyncError
+from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
-from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec
+from megatron_rl.resharding.execute import Sender
+from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec, compile_sync
 from megatron_rl.resharding.sync import EngineSync
 from megatron_rl.rollout.server import Server
 from megatron_rl.trainer import weights
@@ -95,6 +100,41 @@ def push_both(
 def fresh(engines: Engines) -> Iterator[dict[int, Any]]:
     """What the servers are, having loaded the checkpoint from disk and nothing else."""
     return {tp: state_of(server) for tp, server in engines.servers.items()}
+
+
+def push_here(server: Server, spec: SyncSpec, path: Path, **damage: Any) -> None:
+    """A push from one rank in this process; `damage` changes the bucket of the engine's last rank."""
+    sender, layouts = Sender(spec, 0), compile_sync(spec).sources[0]
+    tensors = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in layouts}
+    weights.import_hf(path, tensors, layouts)
+    *rest, last = sender.pack(tensors)
+    server.pause()
+    server.load_weights(spec, [*rest, replace(last, **damage)])
+    server.commit(9)
+    sender.close()
+
+
+def test_an_error_on_one_rank_names_it_and_a_later_push_heals(engines: Engines, fresh: dict[int, Any]) -> None:
+    server = engines.servers[2]
+    good = SyncSpec(
+        hf_config(engines.path), MegatronTopology(world_size=1, num_layers=4), SglangTopology(tp=2), *["float32"] * 2
+    )
+    narrow = replace(good, engine_dtype="bfloat16")
+
+    with pytest.raises(SyncError, match=r"engine rank 1: SyncError.*digest") as damaged:
+        push_here(server, good, engines.other, digest="0" * 32)
+    with pytest.raises(SyncError, match="may hold a mixture of weights"):
+        greedy_text(server)
+    with pytest.raises(SyncError, match=r"engine rank 1: SyncError.*computed plan .* packed by"):
+        push_here(server, good, engines.other, plan_hash="1" * 32)
+    with pytest.raises(
+        SyncError, match=r"(?s)engine rank 0: LayoutError.*float32, declared .*engine rank 1: LayoutErr"
+    ):
+        push_here(server, narrow, engines.other)
+    push_here(server, good, engines.path)
+
+    assert "engine rank 0" not in str(damaged.value)
+    assert state_of(server) == fresh[2]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

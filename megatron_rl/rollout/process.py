@@ -31,7 +31,8 @@ START_ATTEMPTS = 3
 """A free port may be taken by another process before the server binds it."""
 LOG_TAIL_LINES = 15
 _ERROR_LINE = re.compile(
-    r"^(?:\[[^\]]*\] )?(?:.*: )?((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit): .+|ERROR: .+)"
+    r"^(?:\[[^\]]*\] )?(?:.*: )?((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit): .+|ERROR: .+"
+    r"|error: argument .+)"  # of argparse, after a page of usage
 )
 _PORT_TAKEN = re.compile(r"address already in use|Port \d+ is already in use|port .* not available", re.IGNORECASE)
 _NO_PLUGIN = re.compile(r"Failed to (?:load|execute) (?:general )?plugin:? megatron_rl")

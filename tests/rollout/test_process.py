@@ -38,3 +38,9 @@ def test_a_port_that_cannot_be_bound_is_an_error() -> None:
     log = "[2026-01-01 00:00:00] ERROR:    [Errno 98] error while binding ('127.0.0.1', 5): address already in use"
 
     assert server_error(log) == "ERROR:    [Errno 98] error while binding ('127.0.0.1', 5): address already in use"
+
+
+def test_a_refused_option_is_told_without_the_page_of_usage() -> None:
+    log = "usage: sglang serve [--tp N]\n   [--config CONFIG]\nsglang serve: error: argument --tp: invalid int value: 'x'\n"
+
+    assert server_error(log) == "error: argument --tp: invalid int value: 'x'"

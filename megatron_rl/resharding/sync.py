@@ -68,8 +68,8 @@ class EngineSync:
         return {
             "sync/bytes_received": float(received),
             "sync/bytes_needed": float(needed),
-            "time/sync_pause_s": pause_s,
-            "time/sync_pack_s": pack_s,
-            "time/sync_load_s": load_s,
-            "time/sync_commit_s": commit_s,
+            "sync/pause_s": pause_s,
+            "sync/pack_s": pack_s,
+            "sync/load_s": load_s,
+            "sync/commit_s": commit_s,
         }

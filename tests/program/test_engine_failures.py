@@ -45,7 +45,10 @@ def test_an_engine_that_does_not_start_is_reported_in_its_own_words(world: World
 
     ended = finish(arguments, world.output("bad-option"))
 
-    ended.said(r"engine-0 did not start: (?s:.*)flashy(?s:.*)exit code(?s:.*)engine-0\.log", code=FAILED)
+    ended.said(
+        r"engine-0 did not start: error: argument --attention-backend: invalid choice: 'flashy'(?s:.*)exit code(?s:.*)engine-0\.log",
+        code=FAILED,
+    )
 
 
 def test_a_cluster_that_does_not_answer_is_named(world: World) -> None:

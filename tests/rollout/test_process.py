@@ -41,6 +41,6 @@ def test_a_port_that_cannot_be_bound_is_an_error() -> None:
 
 
 def test_a_refused_option_is_told_without_the_page_of_usage() -> None:
-    log = "usage: sglang serve [--tp N]\n   [--config CONFIG]\nsglang serve: error: argument --tp: invalid int value: 'x'\n"
+    log = "usage: sglang serve [--tp N]\n   [--config C]\nsglang serve: error: argument --tp: invalid int value: 'x'\n"
 
     assert server_error(log) == "error: argument --tp: invalid int value: 'x'"

@@ -52,9 +52,10 @@ def measure(directory: Path, *, steps: int, rounds: int) -> dict[str, Any]:
     config = load_config([EXPERIMENT, "name=bench"])
     model = directory / "model"
     make_model(config, model, characters(read_questions(config.data), config.data.template))
-    overrides = [EXPERIMENT, "name=bench", f"steps={max(steps, 100)}", "sft.steps=0", "sft.warmup_steps=0"]
+    overrides = [EXPERIMENT, "name=bench", "sft.steps=0"]
     records: list[dict[str, float]] = []
-    trl: list[dict[str, float]] = []
+    # One thread too: on a machine with other load, threads that wait for one another can cost TRL tenfold.
+    trl: dict[int, list[dict[str, float]]] = {threads: [] for threads in (len(os.sched_getaffinity(0)), 1)}
     updates: dict[str, list[float]] = {"ours_s": [], "bare_s": []}
     for i in range(rounds):
         print(f"round {i + 1} of {rounds}: update", flush=True)
@@ -63,9 +64,10 @@ def measure(directory: Path, *, steps: int, rounds: int) -> dict[str, Any]:
             updates[name] += values
         print(f"round {i + 1} of {rounds}: step", flush=True)
         records += our_steps(model, directory / f"step-{i}", steps=steps)
-        print(f"round {i + 1} of {rounds}: TRL", flush=True)
-        found = arm("bench_trl.py", trl_settings(config, model, steps=steps), directory / f"trl-{i}", TRL_PACKAGES)
-        trl += found[WARM_UP:]
+        for threads, counted in trl.items():
+            print(f"round {i + 1} of {rounds}: TRL, {threads} thread(s)", flush=True)
+            settings = trl_settings(config, model, steps=steps, threads=threads)
+            counted += arm("bench_trl.py", settings, directory / f"trl-{i}-{threads}", TRL_PACKAGES)[WARM_UP:]
     return summarize(records, updates, trl)
 
 
@@ -92,7 +94,7 @@ def our_steps(model: Path, directory: Path, *, steps: int) -> list[dict[str, flo
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # seconds to import
 
     directory.mkdir()
-    overrides = ["name=bench", f"steps={steps}", "sft.steps=0", "sft.warmup_steps=0", "checkpoint.every=0"]
+    overrides = ["name=bench", f"steps={steps}", "sft.steps=0", "algorithm.warmup_steps=0", "checkpoint.every=0"]
     where = ["model=hf", f"model.path={model}", f"runs_dir={directory}"]
     run(["-m", "megatron_rl.main", EXPERIMENT, *overrides, *where], directory / "log")
     lines = (directory / "bench" / "metrics.jsonl").read_text().splitlines()
@@ -104,8 +106,8 @@ def our_steps(model: Path, directory: Path, *, steps: int) -> list[dict[str, flo
     return [{**records[s], "period_s": recorded_s[s] - recorded_s[s - 1]} for s in counted]
 
 
-def trl_settings(config: Config, model: Path, *, steps: int) -> dict[str, Any]:
-    """The same step for TRL, on all cores of this machine."""
+def trl_settings(config: Config, model: Path, *, steps: int, threads: int) -> dict[str, Any]:
+    """The same step for TRL."""
     return {
         "model": str(model),
         "prompts": str(ROOT / str(config.data.path)),
@@ -116,14 +118,14 @@ def trl_settings(config: Config, model: Path, *, steps: int) -> dict[str, Any]:
         "temperature": config.sampling.temperature,
         "kl_coef": config.algorithm.kl_coef,
         "lr": config.algorithm.lr,
-        "threads": len(os.sched_getaffinity(0)),
+        "threads": threads,
     }
 
 
 def summarize(
-    records: list[dict[str, float]], updates: dict[str, list[float]], trl: list[dict[str, float]]
+    records: list[dict[str, float]], updates: dict[str, list[float]], trl: dict[int, list[dict[str, float]]]
 ) -> dict[str, Any]:
-    """Medians, and the ratios that are limited."""
+    """Medians, and the ratios that are limited. TRL counts with the number of threads that suits it better."""
 
     def own_s(record: dict[str, float]) -> float:
         return record["period_s"] - sum(record[f"time/{stage}_s"] for stage in STAGES)
@@ -132,7 +134,9 @@ def summarize(
         return median(r[name] for r in records)
 
     pairs = list(zip(updates["ours_s"], updates["bare_s"], strict=True))
-    step_s, trl_s = of("period_s"), median(r["step_s"] for r in trl)
+    step_s = of("period_s")
+    trl_s = {threads: median(r["step_s"] for r in steps) for threads, steps in trl.items()}
+    best = min(trl_s, key=lambda threads: trl_s[threads])
     return {
         "stage_s": {stage: of(f"time/{stage}_s") for stage in STAGES},
         "step_s": step_s,
@@ -142,10 +146,12 @@ def summarize(
         "update_s": median(updates["ours_s"]),
         "bare_update_s": median(updates["bare_s"]),
         "update_over_bare": median(ours / bare for ours, bare in pairs),
-        "trl_step_s": trl_s,
-        "trl_response_tokens": median(r["response_tokens"] for r in trl),
-        "step_over_trl": step_s / trl_s,
-        "counted": {"steps": len(records), "updates": len(pairs), "trl_steps": len(trl)},
+        "trl_step_s": trl_s[best],
+        "trl_threads": best,
+        "trl_step_s_by_threads": trl_s,
+        "trl_response_tokens": median(r["response_tokens"] for r in trl[best]),
+        "step_over_trl": step_s / trl_s[best],
+        "counted": {"steps": len(records), "updates": len(pairs), "trl_steps": len(trl[best])},
         "load_average": os.getloadavg()[1],
     }
 
@@ -170,7 +176,8 @@ def table(figures: dict[str, Any]) -> list[str]:
         f"update / bare megatron-core  {figures['update_over_bare']:.3f}  {limit('update_over_bare')}: "
         f"{figures['update_s'] * 1e3:.1f} / {figures['bare_update_s'] * 1e3:.1f} ms, {counted['updates']} pairs",
         f"whole step / TRL             {figures['step_over_trl']:.3f}  {limit('step_over_trl')}: "
-        f"{figures['step_s'] * 1e3:.0f} / {figures['trl_step_s'] * 1e3:.0f} ms, {counted['trl_steps']} TRL steps, "
+        f"{figures['step_s'] * 1e3:.0f} / {figures['trl_step_s'] * 1e3:.0f} ms, {counted['trl_steps']} TRL steps with "
+        f"{figures['trl_threads']} thread(s), "
         f"{figures['response_tokens']:.1f} / {figures['trl_response_tokens']:.1f} response tokens a sample",
     ]
     return lines

@@ -22,7 +22,7 @@ from megatron_rl.rollout.sglang_cpu.settings import STUBS, cpu_environment
 PLUGIN_SITE = Path(__file__).parent / "plugin_site"
 POLL_S = 0.1
 STOP_GRACE_S = 5.0
-"""For the server to end by itself, and then for its resource tracker to free shared memory; the rest is killed."""
+"""For the resource tracker of a killed server to free shared memory; what is left then is killed."""
 TEMPORARY = "megatron-rl-engine-"
 """Of the server's TMPDIR, followed by the owner's pid."""
 EXIT_S = 2.0
@@ -73,8 +73,10 @@ class ServerProcess:
         started = threading.Event()
         self._ended.clear()
 
+        log = open(self.settings.log_path, "wb")  # noqa: SIM115 # closed by the thread, which has no one to raise to
+
         def run() -> None:
-            with open(self.settings.log_path, "wb") as log:
+            with log:
                 process = subprocess.Popen(
                     arguments + command(self.settings, port=port),
                     stdin=subprocess.DEVNULL,
@@ -141,18 +143,21 @@ class ServerProcess:
         return f"{server_error(self._log())}\n{ended}Its log is {self.settings.log_path}."
 
     def stop(self) -> None:
-        """End the server and every process of its group."""
+        """End the server and every process of its group.
+
+        Killed, not asked: SGLang's own way out kills Python's resource tracker too, which then leaves shared memory
+        behind. Its children follow the first process, and the tracker, the last, frees what they had.
+        """
         if self.pid:
             if not self._ended.is_set():
-                os.kill(self.pid, signal.SIGTERM)
-                self._ended.wait(STOP_GRACE_S)
+                os.kill(self.pid, signal.SIGKILL)
+            self._ended.wait()
             with contextlib.suppress(ProcessLookupError):
                 deadline = time.monotonic() + STOP_GRACE_S
-                while self._ended.is_set() and time.monotonic() < deadline:
+                while time.monotonic() < deadline:
                     os.killpg(self.pid, 0)
                     time.sleep(POLL_S / 2)
                 os.killpg(self.pid, signal.SIGKILL)
-            self._ended.wait()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 

@@ -116,6 +116,19 @@ def test_a_server_ends_with_an_owner_that_is_killed(path: Path, tmp_path: Path) 
     assert leftovers([*pids, owner.pid]) == []
 
 
+def test_a_stopped_server_of_two_ranks_leaves_nothing(path: Path) -> None:
+    with running(path, tp=2) as server:
+        group = server.pid()
+        pids = members(group)
+        mapped = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+        shared = set(re.findall(r" (/dev/shm/\S+)$", mapped, re.MULTILINE))
+        assert shared
+
+    assert members(group) == []
+    assert leftovers([*pids, os.getpid()]) == []
+    assert [name for name in shared if os.path.exists(name)] == []
+
+
 def test_calls_on_a_server_that_is_not_running_say_so(path: Path) -> None:
     server = Server(ServerSettings(name="engine-0", model_path=str(path), log_path="/dev/null", device="cpu"))
 

@@ -1,4 +1,4 @@
-"""Write digits.jsonl beside this file: strings of 5 to 10 digits, to be sorted in ascending order.
+"""Write digits.jsonl beside this file: strings of 4 to 9 digits, to be sorted in ascending order.
 
 Small enough for a laptop, and exact: an answer with one digit out of place is wrong.
 """
@@ -7,7 +7,7 @@ import json
 import random
 from pathlib import Path
 
-COUNT, SHORTEST, LONGEST = 6_000, 5, 10
+COUNT, SHORTEST, LONGEST = 6_000, 4, 9
 
 
 def main() -> None:

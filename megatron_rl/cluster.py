@@ -8,12 +8,14 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.util.placement_group import placement_group
@@ -30,6 +32,14 @@ CONNECT_TIMEOUT_S = 10.0
 GRACE_S = 2.0
 """After a first failure: time for a dead actor to be told apart from its peers' broken connections."""
 LOG_TAIL_LINES = 12
+_GUARD = """
+import contextlib, os, signal, sys
+sys.stdin.read()  # until the driver, which has the other end, is gone
+for pid in map(int, sys.argv[1:]):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+"""
+_guards: list[subprocess.Popen[bytes]] = []
 _OURS = (ConfigError, DataError, LayoutError, SyncError, BackendError)
 
 
@@ -45,6 +55,7 @@ def start(*, address: str | None, cpus: int) -> None:
     try:
         if address is None:
             ray.init(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **common)
+            _guards.append(_guard_agents())
         else:
             _knock(address)
             ray.init(address=address, **common)
@@ -64,9 +75,21 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
+def _guard_agents() -> subprocess.Popen[bytes]:
+    """With a killed driver Ray's raylet ends at once, and its agents a minute later: a process that does not wait."""
+    raylets = [p for p in psutil.Process().children() if p.name() == "raylet"]
+    agents = [str(child.pid) for raylet in raylets for child in raylet.children()]
+    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, *agents]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
+
+
 def stop() -> None:
     """End the connection; a cluster that `start` started ends with all its actors."""
     ray.shutdown()
+    while _guards:
+        guard = _guards.pop()
+        guard.kill()
+        guard.wait()
 
 
 def has_gpus() -> bool:

@@ -19,8 +19,14 @@ setup(
     description="Megatron-native reinforcement learning for MoE language models",
     license="Apache-2.0",
     python_requires=">=3.12",
-    packages=[*find_packages(include=["megatron_rl", "megatron_rl.*"]), "megatron_rl_kernels"],
-    package_dir={"megatron_rl_kernels": "kernels/megatron_rl_kernels"},
+    packages=[*find_packages(include=["megatron_rl", "megatron_rl.*"]), "megatron_rl.configs", "megatron_rl_kernels"],
+    package_dir={"megatron_rl.configs": "configs", "megatron_rl_kernels": "kernels/megatron_rl_kernels"},
+    package_data={
+        "megatron_rl.configs": ["*.yaml", "*/*.yaml"],
+        # What our SGLang servers find on their path, and nothing else does.
+        "megatron_rl.rollout": ["plugin_site/*/*"],
+        "megatron_rl.rollout.sglang_cpu": ["stubs/*/*.py"],
+    },
     install_requires=pins("base.txt"),
     extras_require={"gpu": pins("gpu.txt")},
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.main:main"]},

@@ -18,7 +18,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megatron_rl.errors import ConfigError
 
-CONFIG_DIR = Path(__file__).parent.parent / "configs"
+_INSTALLED = Path(__file__).parent / "configs"
+CONFIG_DIR = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[1] / "configs"
+"""setup.py puts the clone's configs/ into the package."""
 
 
 def _choice(key: str, value: str, choices: Sequence[str]) -> None:

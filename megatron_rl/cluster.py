@@ -54,7 +54,9 @@ def start(*, address: str | None, cpus: int) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if address is None:
-            ray.init(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **common)
+            # "local": without an address Ray would join whatever RAY_ADDRESS or an earlier `ray start` left here.
+            resources = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE_BYTES}
+            ray.init(address="local", include_dashboard=False, **resources, **common)
             _guards.append(_guard_agents())
         else:
             _knock(address)

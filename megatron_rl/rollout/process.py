@@ -70,6 +70,7 @@ class ServerProcess:
         """The process dies with the thread that starts it (PR_SET_PDEATHSIG), so that thread waits for its end."""
         environment = self._environment()
         arguments = [sys.executable, "-m", "megatron_rl.rollout.launch", str(os.getpid())]
+        arguments += command(self.settings, port=port)
         started = threading.Event()
         self._ended.clear()
 
@@ -77,14 +78,22 @@ class ServerProcess:
 
         def run() -> None:
             with log:
-                process = subprocess.Popen(
-                    arguments + command(self.settings, port=port),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                )
+                try:
+                    process = subprocess.Popen(
+                        arguments,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=environment,
+                        start_new_session=True,
+                    )
+                except OSError as error:
+                    log.write(f"OSError: {error}\n".encode())  # for `error_text`
+                    log.flush()
+                    self._exit_code = error.errno
+                    self._ended.set()
+                    started.set()
+                    return
             self.pid = process.pid
             started.set()
             self._exit_code = process.wait()
@@ -149,8 +158,9 @@ class ServerProcess:
         behind. Its children follow the first process, and the tracker, the last, frees what they had.
         """
         if self.pid:
-            if not self._ended.is_set():
-                os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it may end by itself just now
+                if not self._ended.is_set():
+                    os.kill(self.pid, signal.SIGKILL)
             self._ended.wait()
             with contextlib.suppress(ProcessLookupError):
                 deadline = time.monotonic() + STOP_GRACE_S

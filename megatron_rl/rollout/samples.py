@@ -39,7 +39,8 @@ def append_samples(
         with path.open("ab") as file:
             file.write(lines.encode())
     except OSError as error:
-        os.truncate(path, size)
+        if path.exists():
+            os.truncate(path, size)
         raise BackendError(
             f"{path} cannot be written ({error.strerror}). Free space there and start the same command again."
         ) from error

@@ -13,6 +13,9 @@ from typing import Any
 from megatron_rl.config import DataConfig
 from megatron_rl.errors import BackendError, ConfigError, DataError
 
+GENERATE_TIMEOUT_S = 3600.0
+"""For all entries of a task: some tasks look for one that fits their options without end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -95,13 +98,20 @@ def generate_questions(task: str, options: Mapping[str, Any], *, size: int, seed
     """`size` questions of a reasoning_gym task, the same in every process; metadata carries the entry to verify."""
     request = {"task": task, "options": dict(options), "size": size, "seed": seed}
     # -P: this directory must not come first on the import path.
-    result = subprocess.run(
-        [sys.executable, "-P", str(Path(__file__).with_name("generate.py"))],
-        input=json.dumps(request).encode(),
-        capture_output=True,
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        check=False,
-    )
+    try:
+        result = subprocess.run(
+            [sys.executable, "-P", str(Path(__file__).with_name("generate.py"))],
+            input=json.dumps(request).encode(),
+            capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            check=False,
+            timeout=GENERATE_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BackendError(
+            f"reasoning_gym did not generate {size} entries of {task} with {dict(options)} within {error.timeout:.0f} "
+            "s. Lower data.size, or change data.task_options: with some values no entry fits."
+        ) from error
     if result.returncode != 0:
         last = (result.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         raise BackendError(

@@ -62,7 +62,7 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path: Path) -> None:
         ("experiment=cpu_digit", "Did you mean 'cpu_digits'"),
         ("model.path=/x", "exactly one says where the weights come from"),
         ("mode=train_only", "replays a file named by samples=PATH"),
-        ("data.source=jsonl", "data.source=jsonl needs data.path"),
+        ("data.path=null", "data.source=jsonl needs data.path"),
         ("name=a/b", "names a directory"),
         ("algorithm.min_lr=1", "the schedule only goes down"),
         ("steps", "is not key=value"),

@@ -130,18 +130,26 @@ class OptimizerConfig:
     decay: str = "constant"
     """`constant`, "linear" or "cosine", over the phase's steps."""
     weight_decay: float = 0.0
+    """AdamW's, apart from the gradient."""
     beta1: float = 0.9
+    """Decay of the running mean of gradients."""
     beta2: float = 0.95
+    """Decay of the running mean of their squares."""
     eps: float = 1e-8
+    """Added to the root of the latter."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 
-    def __post_init__(self) -> None:
-        _choice("optimizer.decay", self.decay, ("constant", "linear", "cosine"))
-        _at_least("lr", self.lr, 0.0)
-        _at_least("warmup_steps", self.warmup_steps, 0)
+    def check(self, section: str) -> None:
+        """Raises: ConfigError, naming the key by its section."""
+        _choice(f"{section}.decay", self.decay, ("constant", "linear", "cosine"))
+        for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad"):
+            _at_least(f"{section}.{name}", getattr(self, name), 0)
         if self.min_lr > self.lr:
-            raise ConfigError(f"min_lr={self.min_lr} is above lr={self.lr}: the schedule only goes down. Lower it.")
+            raise ConfigError(
+                f"{section}.min_lr={self.min_lr} is above {section}.lr={self.lr}: the schedule only goes down. "
+                f"Lower {section}.min_lr."
+            )
 
 
 @dataclass
@@ -160,8 +168,9 @@ class AlgorithmConfig(OptimizerConfig):
     """Optimizer steps per batch of samples."""
 
     def __post_init__(self) -> None:
-        OptimizerConfig.__post_init__(self)
-        _at_least("algorithm.kl_coef", self.kl_coef, 0.0)
+        self.check("algorithm")
+        for name in ("clip_low", "clip_high", "kl_coef"):
+            _at_least(f"algorithm.{name}", getattr(self, name), 0)
         _at_least("algorithm.mini_batches", self.mini_batches, 1)
 
 
@@ -218,8 +227,8 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         _choice("trainer.dtype", self.dtype, ("bfloat16", "float32"))
-        _at_least("trainer.world_size", self.world_size, 1)
-        _at_least("trainer.tokens_per_micro_batch", self.tokens_per_micro_batch, 1)
+        for name in ("world_size", "tokens_per_micro_batch", "threads_per_rank"):
+            _at_least(f"trainer.{name}", getattr(self, name), 1)
 
 
 @dataclass
@@ -237,6 +246,7 @@ class RolloutConfig:
     max_total_tokens: int = 16_384
     """KV cache of one server."""
     max_running_requests: int = 256
+    """Samples that one server generates at the same time."""
     start_timeout_s: float = 240.0
     """Until a server answers its health check."""
     request_timeout_s: float = 1800.0
@@ -257,6 +267,12 @@ class SftConfig(OptimizerConfig):
     steps: int = 0
     """Optimizer steps; 0 skips the warm start."""
     prompts_per_step: int = 64
+    """Prompts, each with its answer, of one optimizer step."""
+
+    def __post_init__(self) -> None:
+        self.check("sft")
+        _at_least("sft.steps", self.steps, 0)
+        _at_least("sft.prompts_per_step", self.prompts_per_step, 1)
 
 
 @dataclass
@@ -266,6 +282,11 @@ class EvaluationConfig:
     every: int = 0
     """Also evaluate every this many steps; 0 only before and after."""
     samples_per_prompt: int = 1
+    """Samples of each held-out prompt, whose rewards are averaged."""
+
+    def __post_init__(self) -> None:
+        _at_least("evaluation.every", self.every, 0)
+        _at_least("evaluation.samples_per_prompt", self.samples_per_prompt, 1)
 
 
 @dataclass
@@ -304,6 +325,7 @@ class Config:
     steps: int
     """Policy updates (supervised updates with mode=sft)."""
     prompts_per_step: int
+    """Prompts of one policy update; supervised updates have sft.prompts_per_step."""
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig

@@ -57,14 +57,13 @@ def check(config: Config) -> None:
 
 def _settings(config: Config) -> Iterator[str]:
     """Across sections, whatever the model."""
-    longest = config.trainer.tokens_per_micro_batch
-    if config.mode in ("train", "train_only") and config.sampling.max_tokens >= longest:
+    p, per_rank = config.parallel, config.trainer.tokens_per_micro_batch
+    if config.mode in ("train", "train_only") and config.sampling.max_tokens >= per_rank * p.cp:
         yield (
-            f"sampling.max_tokens={config.sampling.max_tokens} with trainer.tokens_per_micro_batch={longest}: "
-            "a whole sample has to fit one micro-batch. Raise trainer.tokens_per_micro_batch."
+            f"sampling.max_tokens={config.sampling.max_tokens} with trainer.tokens_per_micro_batch={per_rank} on "
+            f"each of {p.cp} context-parallel rank(s): a whole sample has to fit one micro-batch. Raise the latter."
         )
     samples = config.prompts_per_step * config.sampling.samples_per_prompt
-    p = config.parallel
     dp = max(config.trainer.world_size // (p.pp * p.cp * p.tp), 1)
     if config.mode in ("train", "train_only") and samples < dp * config.algorithm.mini_batches:
         yield (
@@ -85,7 +84,7 @@ def _settings(config: Config) -> Iterator[str]:
                 f"{name}.warmup_steps={warmup_steps} of {updates} optimizer steps leaves none at the full "
                 f"learning rate. Set it below {updates}."
             )
-    if config.rollout.max_total_tokens <= config.sampling.max_tokens:
+    if config.mode in ("train", "rollout_only") and config.rollout.max_total_tokens <= config.sampling.max_tokens:
         yield (
             f"rollout.max_total_tokens={config.rollout.max_total_tokens} does not hold one answer of "
             f"sampling.max_tokens={config.sampling.max_tokens}. Raise rollout.max_total_tokens."

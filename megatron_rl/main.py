@@ -126,9 +126,12 @@ def make_model(config: Config, directory: Path, characters: str) -> None:
 
 def longest_prompt(config: Config, *, context: int) -> int:
     """Prompt tokens that leave room for an answer in the model's context, a micro-batch and the engine's cache."""
-    micro_batch = config.trainer.tokens_per_micro_batch * config.parallel.cp
-    room = min(context, micro_batch, config.rollout.max_total_tokens)
-    return room - config.sampling.max_tokens
+    room = [context]
+    if config.mode != "rollout_only":
+        room.append(config.trainer.tokens_per_micro_batch * config.parallel.cp)
+    if config.mode in ("train", "rollout_only"):
+        room.append(config.rollout.max_total_tokens)
+    return min(room) - config.sampling.max_tokens
 
 
 def is_finished(config: Config, run: RunDirectory) -> bool:

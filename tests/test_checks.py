@@ -56,6 +56,18 @@ def test_what_cannot_work_is_refused_with_the_mend(overrides: list[str], message
         check(demo(*overrides))
 
 
+def test_a_micro_batch_is_shared_out_over_context_parallel_ranks() -> None:
+    sizes = ["trainer.tokens_per_micro_batch=8", "sampling.max_tokens=12", "trainer.world_size=2", "parallel.ep=1"]
+
+    check(demo(*sizes, "parallel.cp=2"))
+    with pytest.raises(ConfigError, match="a whole sample has to fit one micro-batch"):
+        check(demo(*sizes))
+
+
+def test_an_engine_that_is_not_there_limits_nothing() -> None:
+    check(demo("rollout.max_total_tokens=8", "mode=sft", "sft.steps=0"))
+
+
 def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         check(demo("sampling.samples_per_prompt=1", "rollout.ep=2", "trainer.world_size=5"))

@@ -28,6 +28,10 @@ FIXED: dict[str, Any] = {
     # Every weight is read from the checkpoint.
     "perform_initialization": False,
     "moe_token_dispatcher_type": "alltoall",
+    # No family here has them, and the engine would compute without.
+    "window_size": None,
+    "softmax_type": "vanilla",
+    "layernorm_zero_centered_gamma": False,
 }
 DEFAULTS: dict[str, Any] = {
     # Balancing is for pretraining: here it would move routers and biases without a reward.

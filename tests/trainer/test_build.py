@@ -24,7 +24,7 @@ def test_unknown_megatron_option_is_refused_with_the_nearest() -> None:
         build({"moe_aux_los_coeff": 0.1})
 
 
-@pytest.mark.parametrize("name", ["hidden_size", "tensor_model_parallel_size", "bf16", "calculate_per_token_loss"])
+@pytest.mark.parametrize("name", ["hidden_size", "tensor_model_parallel_size", "bf16", "window_size"])
 def test_megatron_option_that_is_set_elsewhere_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"trainer\.megatron\.{name} is already set"):
         build({name: 1})

@@ -142,3 +142,12 @@ def check_same_layout(saved: Mapping[str, Any], now: Mapping[str, Any], director
             f"{directory} holds optimizer state of another layout: {text}. Its shards do not fit these ranks. Resume "
             "with the saved values, or start a new run from an export of these weights (model.path)."
         )
+
+
+def check_reference(saved: bool, *, needed: bool, directory: Path) -> None:
+    """Raises: ConfigError when the loss now needs a reference and the run that saved had frozen none."""
+    if needed and not saved:
+        raise ConfigError(
+            f"{directory} holds no reference weights: it was saved with algorithm.kl_coef=0, and its weights are no "
+            "longer where that run began. Set algorithm.kl_coef=0, or start a new run with another name."
+        )

@@ -79,10 +79,6 @@ class MegatronTrainer:
         """Every rank packs what the engines' ranks need; the buckets of all ranks."""
         return [bucket for buckets in self._call("send_weights", spec, what="Packing weights") for bucket in buckets]
 
-    def rss_bytes(self) -> list[int]:
-        """Peak resident memory of each rank so far."""
-        return self._call("rss_bytes", what="Reading memory")
-
     def stop(self) -> None:
         """Let the ranks free what outlives them, and end them; also when some are dead already."""
         ray.wait([a.close.remote() for a in self._actors], num_returns=len(self._actors), timeout=STOP_TIMEOUT_S)

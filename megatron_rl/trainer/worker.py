@@ -6,7 +6,6 @@ A plain class; `trainer.MegatronTrainer` runs one in each actor. Unless said oth
 import json
 import logging
 import os
-import resource
 import socket
 import warnings
 from collections.abc import Sequence
@@ -202,12 +201,13 @@ class Worker:
             raise BackendError(f"Saving rank {self.rank} below {root} failed: {cause}. Free space there.") from error
 
     def load(self, directory: str) -> None:
-        """Restore what `save` wrote. Raises: ConfigError when it was saved under another layout."""
+        """Restore what `save` wrote. Raises: ConfigError when it was saved under another layout or has no reference."""
         root = Path(directory)
         saved = state.read(root / f"rank-{self.rank}.pt")
         state.check_same_layout(saved["layout"], state.layout_of(self.config), root)
         state.load_weights(root / "weights", self.chunks)
         self.begin(saved["phase"])
+        state.check_reference(saved["reference"] is not None, needed=self.reference is not None, directory=root)
         state.load_rank_state(saved, self.optimizer, self.scheduler)
         self.updates, self.reference = saved["updates"], saved["reference"]
 
@@ -243,7 +243,3 @@ class Worker:
     def pid(self) -> int:
         """Of this rank's process."""
         return os.getpid()
-
-    def rss_bytes(self) -> int:
-        """Peak resident memory of this process so far."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -67,7 +67,6 @@ def test_trainer_trains_saves_resumes_exports_and_reports_a_dead_rank(pool: Any,
 
     with pytest.raises(DataError, match="is no checkpoint of ours"):
         trainer.load(tmp_path / "nowhere")
-    assert len(trainer.rss_bytes()) == 2
 
     os.kill(ray.get(trainer._actors[1].pid.remote()), signal.SIGKILL)
     with pytest.raises(BackendError, match="trainer-1 died"):

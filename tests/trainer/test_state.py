@@ -125,6 +125,15 @@ def test_resumed_run_equals_one_that_never_stopped(
         assert resumed[rank][2], "two parameters share one step counter"
 
 
+def test_a_reference_that_was_never_frozen_is_not_made_up(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "hf", "qwen3_moe")
+    (tmp_path / "checkpoint").mkdir()
+    run_ranks(1, first_half, directory, make_config(), f"file://{tmp_path}/meeting0", str(tmp_path / "checkpoint"))
+    config = make_config(algorithm={"kl_coef": 0.1})
+    with pytest.raises(ConfigError, match=r"holds no reference weights: .*kl_coef=0.*another name"):
+        run_ranks(1, second_half, directory, config, f"file://{tmp_path}/meeting1", str(tmp_path / "checkpoint"))
+
+
 def test_other_layout_is_refused_with_what_changed(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "hf", "qwen3_moe")
     (tmp_path / "checkpoint").mkdir()

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.errors import BackendError, ConfigError, DataError
+from megatron_rl.errors import BackendError, DataError
 from megatron_rl.protocols import Trainer
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,10 @@ class Stateful(Protocol):
 class Checkpoints:
     """The checkpoints of one run, below `directory`."""
 
-    def __init__(
-        self, directory: Path, *, trainer: Trainer, prompts: Stateful, steps: int, every: int, keep: int, resume: str
-    ):
-        """every: steps between checkpoints, 0 for none. keep: complete ones kept. resume: "auto" or "never"."""
+    def __init__(self, directory: Path, *, trainer: Trainer, prompts: Stateful, steps: int, every: int, keep: int):
+        """every: steps between checkpoints, 0 for none. keep: complete ones kept."""
         self.directory, self.trainer, self.prompts = directory, trainer, prompts
-        self.steps, self.every, self.keep, self.resume = steps, every, keep, resume
+        self.steps, self.every, self.keep = steps, every, keep
 
     def restore(self) -> int | None:
         """Load the newest complete checkpoint. Returns its step; None when there is no checkpoint."""
@@ -50,11 +48,6 @@ class Checkpoints:
         if not found:
             return None
         step, path = found[-1]
-        if self.resume == "never":
-            raise ConfigError(
-                f"{path} exists and resume=never: going on would overwrite that run. "
-                "Choose another name=..., remove the directory, or set resume=auto."
-            )
         self.prompts.restore(read_state(path)["prompts"])
         try:
             self.trainer.load(path)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint import Checkpoints, complete
+from megatron_rl.checkpoint import STATE, Checkpoints, complete
 from megatron_rl.checks import check, read_hf_config, topology_of
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
@@ -84,7 +84,8 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     recipe = find_recipe(config.algorithm.recipe)
     questions = read_questions(config.data)
     replay = Replay(Path(config.samples)) if config.samples else None
-    make_model(config, run.model, characters(questions, config.data.template))
+    if not (run.model.exists() and complete(run.checkpoints)):  # without a checkpoint the config may have changed
+        make_model(config, run.model, characters(questions, config.data.template))
     hf = read_hf_config(run.model)
     longest = longest_prompt(config, context=hf["max_position_embeddings"])
     prompts = load_prompts(config.data, run.model, max_prompt_tokens=longest, questions=questions)
@@ -116,8 +117,8 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
 
 
 def make_model(config: Config, directory: Path, characters: str) -> None:
-    """Write the random starting model, unless a checkpoint was named or it is there already."""
-    if config.model.path is None and not directory.exists():
+    """Write the random starting model, unless a checkpoint was named."""
+    if config.model.path is None:
         from megatron_rl.models.random_checkpoint import write_random_checkpoint
 
         with written_whole(directory) as partial:
@@ -136,8 +137,10 @@ def longest_prompt(config: Config, *, context: int) -> int:
 
 def is_finished(config: Config, run: RunDirectory) -> bool:
     """Whether the last step was saved and exported by an earlier process."""
-    found = complete(run.checkpoints)
-    return bool(found) and found[-1][0] >= config.steps and (run.hf / "config.json").exists() and config.steps > 0
+    found, exported = complete(run.checkpoints), run.hf / "config.json"
+    if not found or found[-1][0] < config.steps or config.steps == 0 or not exported.exists():
+        return False
+    return exported.stat().st_mtime >= (found[-1][1] / STATE).stat().st_mtime  # else of an earlier, shorter run
 
 
 def results(run: RunDirectory) -> dict[str, Path]:
@@ -219,16 +222,8 @@ def packer(config: Config, *, layers: int) -> Any:
 
 def checkpoints(config: Config, run: RunDirectory, *, trainer: Any, prompts: Any) -> Checkpoints:
     """The run's checkpoints."""
-    settings = config.checkpoint
-    return Checkpoints(
-        run.checkpoints,
-        trainer=trainer,
-        prompts=prompts,
-        steps=config.steps,
-        every=settings.every,
-        keep=settings.keep,
-        resume=config.resume,
-    )
+    every, keep = config.checkpoint.every, config.checkpoint.keep
+    return Checkpoints(run.checkpoints, trainer=trainer, prompts=prompts, steps=config.steps, every=every, keep=keep)
 
 
 def sync_spec(config: Config, hf: dict[str, Any]) -> Any:

@@ -73,7 +73,13 @@ class RunDirectory:
             ) from error
 
     def _refuse_another_run(self) -> None:
-        """Nothing that a checkpoint belongs to may change under it."""
+        """Nothing that a checkpoint belongs to may change under it, and resume=never wants no results at all."""
+        results = [p for p in (self.path / "metrics.jsonl", self.samples, self.checkpoints, self.hf) if p.exists()]
+        if results and self.config.resume == "never":
+            raise ConfigError(
+                f"{results[0]} exists and resume=never: going on would overwrite that run. "
+                "Choose another name=..., remove the directory, or set resume=auto."
+            )
         saved = self.path / "config.yaml"
         if not saved.exists() or not complete(self.checkpoints):
             return

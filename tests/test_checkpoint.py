@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.checkpoint import Checkpoints, complete, read_state
-from megatron_rl.errors import BackendError, ConfigError, DataError
+from megatron_rl.errors import BackendError, DataError
 
 
 class Files:
@@ -38,7 +38,7 @@ class Cursor:
 
 def checkpoints(directory: Path, **changes: Any) -> Checkpoints:
     arguments: dict[str, Any] = {
-        "trainer": Files(), "prompts": Cursor(), "steps": 7, "every": 3, "keep": 2, "resume": "auto"
+        "trainer": Files(), "prompts": Cursor(), "steps": 7, "every": 3, "keep": 2
     }  # fmt: skip
     return Checkpoints(directory, **(arguments | changes))
 
@@ -74,13 +74,6 @@ def test_a_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path: Path) -
     later.restore()
 
     assert later.trainer.weights == "new"
-
-
-def test_resume_never_refuses_an_earlier_run(tmp_path: Path) -> None:
-    checkpoints(tmp_path).save(3)
-
-    with pytest.raises(ConfigError, match="resume=never"):
-        checkpoints(tmp_path, resume="never").restore()
 
 
 def test_a_killed_save_leaves_the_earlier_checkpoint_the_newest(tmp_path: Path) -> None:

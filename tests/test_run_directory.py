@@ -44,6 +44,22 @@ def test_continuing_with_more_steps_is_allowed(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("result", ["metrics.jsonl", "samples.jsonl", "checkpoints", "hf"])
+def test_resume_never_refuses_an_earlier_run_and_leaves_its_config(tmp_path: Path, result: str) -> None:
+    with RunDirectory(config(tmp_path)) as run:
+        (run.path / result).mkdir()
+
+    never = config(tmp_path, "resume=never", "steps=500")
+    with pytest.raises(ConfigError, match=f"{result} exists and resume=never"), RunDirectory(never):
+        pass
+    assert "steps: 500" not in (run.path / "config.yaml").read_text()
+
+
+def test_resume_never_begins_a_new_run(tmp_path: Path) -> None:
+    with RunDirectory(config(tmp_path, "resume=never")):
+        pass
+
+
 def test_without_a_checkpoint_anything_may_change(tmp_path: Path) -> None:
     with RunDirectory(config(tmp_path)):
         pass

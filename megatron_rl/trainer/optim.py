@@ -26,10 +26,10 @@ def build(
 
     Raises: ConfigError when the warm-up is as long as the phase.
     """
-    if settings.warmup_steps >= max(steps, 1):
+    if 0 < steps <= settings.warmup_steps:
         raise ConfigError(
             f"warmup_steps={settings.warmup_steps} of a phase of {steps} optimizer steps leaves none at the full "
-            f"learning rate. Set it below {max(steps, 1)}."
+            f"learning rate. Set it below {steps}."
         )
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -53,7 +53,7 @@ def build(
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
+        lr_warmup_steps=settings.warmup_steps if steps else 0,  # steps=0 evaluates and exports
         lr_decay_steps=max(steps, 1),
         lr_decay_style=settings.decay,
         start_wd=settings.weight_decay,

@@ -1,5 +1,6 @@
 """Updates and log-probability passes over real ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,17 @@ def test_warm_up_and_decay_give_the_learning_rate_of_each_step(tmp_path: Path) -
     config = make_config(algorithm={"lr": 8e-4, "min_lr": 0.0, "warmup_steps": 2, "decay": "linear"})  # of 8 steps
     (metrics,) = run_ranks(1, three_updates, directory, config, f"file://{tmp_path}/meeting", "rl")
     assert [m["lr"] for m in metrics] == pytest.approx([4e-4, 8e-4, 8e-4 * 5 / 6])
+
+
+def phase_of(rank: int, directory: str, config: Any, meeting: str) -> str:
+    return start(rank, config, directory, meeting).phase
+
+
+def test_a_phase_without_steps_needs_no_warm_up(tmp_path: Path) -> None:
+    """steps=0 evaluates and exports, also of an experiment that warms up."""
+    directory = write_checkpoint(tmp_path / "hf", "qwen3_moe")
+    config = replace(make_config(algorithm={"warmup_steps": 2}), steps=0)
+    assert run_ranks(1, phase_of, directory, config, f"file://{tmp_path}/meeting") == ["rl"]
 
 
 def second_phase(rank: int, directory: str, config: Any, meeting: str, out: str) -> Any:

@@ -197,7 +197,7 @@ class Worker:
             saved |= {"layout": state.layout_of(self.config), "reference": self.reference}
             torch.save(saved, root / f"rank-{self.rank}.pt")
         except (OSError, RuntimeError, CheckpointException) as error:  # torch's names for a disk that refuses
-            cause = str(error).strip().splitlines()[-1]
+            cause = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise BackendError(f"Saving rank {self.rank} below {root} failed: {cause}. Free space there.") from error
 
     def load(self, directory: str) -> None:

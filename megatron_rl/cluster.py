@@ -6,6 +6,7 @@ of their own.
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,6 +42,9 @@ for pid in map(int, sys.argv[1:]):
 """
 _guards: list[subprocess.Popen[bytes]] = []
 _OURS = (ConfigError, DataError, LayoutError, SyncError, BackendError)
+_OURS_BY_NAME = {kind.__name__: kind for kind in _OURS}
+_CREATION = re.compile(r"raised in its creation task.*?\n(?:\w+\.)*(\w+(?:Error|Exception)): (.*)\Z", re.DOTALL)
+"""In Ray's text of an actor whose constructor raised: the exception, after the traceback."""
 
 
 def start(*, address: str | None, cpus: int) -> None:
@@ -183,6 +187,10 @@ def _explain(failed: Mapping[str, Exception], *, what: str, logs: Path | None) -
                 "spread the run over more machines, and start the same command again: it resumes."
             )
         if isinstance(error, RayActorError):
+            logger.error("%s: %s\n%s", what, name, error)
+            if raised := _CREATION.search(str(error)):
+                kind, text = raised.groups()
+                return _OURS_BY_NAME.get(kind, BackendError)(f"{what}: {name} could not start: {kind}: {text}")
             return BackendError(f"{what}: {name} died. {_tail(name, logs)}Resume with the same command.")
     for error in failed.values():
         cause = getattr(error, "cause", None)

@@ -1,0 +1,91 @@
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from megatron_rl import cluster
+from megatron_rl.errors import BackendError, ConfigError
+
+pytestmark = pytest.mark.live
+
+
+class Process:
+    """Does what it is told."""
+
+    def __init__(self, fault: str = "") -> None:
+        if fault == "ours":
+            raise ConfigError("tp=3 is impossible.\nSet tp to 2.")
+        if fault == "other":
+            raise ZeroDivisionError("nothing to divide by")
+        print("hello from the constructor", flush=True)
+
+    def do(self, what: str) -> str:
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "ours":
+            raise ConfigError("tp=3 is impossible. Set tp to 2.")
+        if what == "sleep":
+            time.sleep(60)
+        return what
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[cluster.Pool]:
+    cluster.start(address=None, cpus=2)
+    yield cluster.Pool("trainer", 2, cpus=1)
+    cluster.stop()
+
+
+def call(pool: cluster.Pool, logs: Path, orders: list[str], *, timeout_s: float = 30.0) -> list[str]:
+    actors = [pool.spawn(Process, index=i, log=logs / f"trainer-{i}.log") for i in range(len(orders))]
+    calls = {f"trainer-{i}": a.do.remote(order) for i, (a, order) in enumerate(zip(actors, orders, strict=True))}
+    try:
+        return cluster.gather(calls, what="Step 3", timeout_s=timeout_s, logs=logs)
+    finally:
+        for actor in actors:  # the pool has one place for each
+            ray.kill(actor)
+
+
+def test_results_come_in_order_and_output_goes_to_the_log(pool: cluster.Pool, tmp_path: Path) -> None:
+    assert call(pool, tmp_path, ["a", "b"]) == ["a", "b"]
+    assert (tmp_path / "trainer-1.log").read_text() == "hello from the constructor\n"
+
+
+def test_a_dead_process_is_named_while_others_wait(pool: cluster.Pool, tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match=r"(?s)Step 3: trainer-1 died.*hello from the constructor.*Resume"):
+        call(pool, tmp_path, ["sleep", "die"])
+
+
+def test_an_error_of_ours_arrives_as_itself(pool: cluster.Pool, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tp=3 is impossible. Set tp to 2."):
+        call(pool, tmp_path, ["a", "ours"])
+
+
+def test_no_answer_in_time_names_who_is_missing(pool: cluster.Pool, tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="no answer from trainer-0 within 5 s"):
+        call(pool, tmp_path, ["sleep", "b"], timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        ("ours", ConfigError, "trainer-0 could not start: ConfigError: tp=3 is impossible.\nSet tp to 2."),
+        ("other", BackendError, "trainer-0 could not start: ZeroDivisionError: nothing to divide by"),
+    ],
+)
+def test_a_constructor_that_raises_is_told_apart_from_a_death(
+    pool: cluster.Pool, tmp_path: Path, fault: str, kind: type, message: str
+) -> None:
+    actor = pool.spawn(Process, fault, index=0, log=tmp_path / "trainer-0.log")
+
+    with pytest.raises(kind, match=message):
+        cluster.gather({"trainer-0": actor.do.remote("a")}, what="Starting", timeout_s=30.0, logs=tmp_path)
+
+
+def test_what_the_cluster_does_not_have_is_refused_with_what_it_has(pool: cluster.Pool) -> None:
+    with pytest.raises(BackendError, match=r"rollout needs 3 x .*CPU.*Nodes: .*: 2 CPU, 0 GPU"):
+        cluster.Pool("rollout", 3, cpus=4, timeout_s=1.0)

@@ -8,6 +8,9 @@ PY := .venv/bin/python
 env:
 	@requirements/install.sh
 
+# The environment is for a CPU, also on a machine that has a GPU.
+demo bench test test-fast: export CUDA_VISIBLE_DEVICES :=
+
 demo: env  ## GRPO on a small DeepSeek-V3-shaped MoE, on this machine's CPU
 	$(PY) -m megatron_rl.main experiment=cpu_digits name=demo
 

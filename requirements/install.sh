@@ -4,12 +4,13 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 key=$(cat "$here"/{base,cpu,cpu-nodeps,dev}.txt "$here/cpu.lock" "$here/install.sh" | sha256sum | cut -c1-16)
-cache=${XDG_CACHE_HOME:-$HOME/.cache}/megatron-rl/$key
+home=${HOME:-$(getent passwd "$(id -u)" | cut -d: -f6)}
+cache=${XDG_CACHE_HOME:-$home/.cache}/megatron-rl/$key
 
 if [ ! -e "$cache/complete" ]; then
   python=
-  for candidate in python3.12 python3 "$HOME"/.pyenv/versions/3.12*/bin/python; do
-    if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+  for candidate in python3.12 python3 "${PYENV_ROOT:-$home/.pyenv}"/versions/3.12*/bin/python; do
+    if "$candidate" -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
       python=$candidate
       break
     fi

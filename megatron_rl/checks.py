@@ -10,6 +10,7 @@ from megatron_rl.errors import ConfigError, LayoutError
 from megatron_rl.layouts.compile import check_megatron, check_sglang
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.megatron_options import set_elsewhere, wrong_options
 from megatron_rl.models import load_architecture, load_table
 from megatron_rl.rewards import REWARDS
 
@@ -129,6 +130,8 @@ def _model(config: Config) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
+    owners = set_elsewhere(architecture.megatron, config.parallel)
+    yield from wrong_options(config.trainer.megatron, owners, mla=architecture.mla)
     context = architecture.max_position_embeddings
     if config.sampling.max_tokens >= context:
         yield (

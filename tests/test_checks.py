@@ -48,6 +48,11 @@ def test_every_shipped_experiment_can_work(experiment: str) -> None:
         (["mode=sft"], "Set sft.steps=0"),
         (["algorithm.mini_batches=300", "steps=1"], "256 samples cannot fill algorithm.mini_batches=300"),
         (["sft.prompts_per_step=1"], "less than the 2 data-parallel ranks"),
+        (["trainer.megatron.moe_aux_los_coeff=1"], "trainer.megatron.moe_aux_los_coeff.*Did you mean 'moe_aux_loss_"),
+        (["trainer.megatron.hidden_size=1"], "hidden_size is already set by the model's config.json.*Remove"),
+        (["trainer.megatron.expert_model_parallel_size=1"], "already set by parallel.ep"),
+        (["trainer.megatron.bf16=true"], "already set by trainer.dtype"),
+        (["trainer.megatron.hidden_dropout=0.1"], "already set by the trainer itself"),
         (["sft.steps=5"], "sft.warmup_steps=20 of 5 optimizer steps"),
     ],
 )

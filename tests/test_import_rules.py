@@ -27,8 +27,12 @@ OF_OURS = {  # package -> the packages of ours it may import
     "rewards": {"errors", "types", "config"},
     "cluster": {"errors"},
     "checkpoint": {"errors", "protocols"},
-    "checks": {"errors", "config", "layouts", "models", "rewards", "algorithms"},
-    "trainer": {"errors", "types", "config", "checks", "algorithms", "layouts", "models", "resharding", "cluster"},
+    "checks": {"errors", "config", "layouts", "models", "rewards", "algorithms", "megatron_options"},
+    "megatron_options": {"errors", "config"},
+    "trainer": {
+        *("errors", "types", "config", "checks", "megatron_options"),
+        *("algorithms", "layouts", "models", "resharding", "cluster"),
+    },
     "rollout": {"errors", "types", "config", "rewards", "layouts", "models", "resharding", "cluster"},
 }
 

@@ -1,8 +1,5 @@
 """Builds the model of one rank: megatron's config from the family's, the spec of the device, and its DDP wrapping."""
 
-import dataclasses
-import difflib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.megatron_options import set_elsewhere, wrong_options
 from megatron_rl.models import Architecture
 from megatron_rl.trainer import attention, cpu, local_spec
 
@@ -55,24 +53,6 @@ ON_GPU: dict[str, Any] = {"moe_grouped_gemm": True}
 """May be changed by trainer.megatron: recomputation, fusions and the like are the user's choice there."""
 
 
-def check_passthrough(options: Mapping[str, Any], taken: Mapping[str, Any]) -> None:
-    """Refuse names in trainer.megatron that megatron's config does not have or that are set elsewhere (`taken`).
-
-    Raises: ConfigError naming the nearest field, or where the value comes from.
-    """
-    known = {f.name for f in dataclasses.fields(MLATransformerConfig) if f.init}
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"trainer.megatron.{name}: megatron's TransformerConfig has no such field.{hint}")
-        if name in taken:
-            raise ConfigError(
-                f"trainer.megatron.{name} is already set, to {taken[name]!r}, from the model's config.json, "
-                "parallel.*, trainer.* or the device. Change it there, or remove it here."
-            )
-
-
 def transformer_config(
     model: Architecture, parallel: ParallelConfig, trainer: TrainerConfig, *, has_cuda: bool
 ) -> TransformerConfig:
@@ -100,7 +80,12 @@ def transformer_config(
     if parallel.vpp is not None:
         # With batched sends and interleaved chunks, gradients arrive at the wrong chunk, silently.
         taken |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    check_passthrough(trainer.megatron, taken)
+    owners = set_elsewhere(model.megatron, parallel) | (
+        {} if has_cuda else dict.fromkeys(ON_CPU, "the CPU's own set-up")
+    )
+    assert owners.keys() == taken.keys(), owners.keys() ^ taken.keys()
+    for problem in wrong_options(trainer.megatron, owners, mla=model.mla):
+        raise ConfigError(problem)
     cls = MLATransformerConfig if model.mla else TransformerConfig
     values = {**DEFAULTS, **(ON_GPU if has_cuda else {}), **trainer.megatron, **taken}
     try:

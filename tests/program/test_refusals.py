@@ -26,6 +26,7 @@ Check = Callable[..., None]
         ({"rollout__tp": 3}, r"rollout\.tp=3 does not divide"),
         ({"rollout__sglang__chunked_prefil_size": 8}, r"Did you mean 'chunked_prefill_size'"),
         ({"rollout__sglang__port": 30000}, r"rollout\.sglang\.port is set by the rollout itself"),
+        ({"trainer__megatron__moe_aux_los_coeff": 1}, r"Did you mean 'moe_aux_loss_coeff'"),
         ({"model__path": "/nowhere"}, r"/nowhere has no readable config\.json.*Set model\.path"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

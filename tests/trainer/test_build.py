@@ -1,11 +1,14 @@
 """The config that reaches megatron, and what is refused on the way."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.megatron_options import field_names
 from megatron_rl.models import load_architecture
 from megatron_rl.trainer.build import transformer_config
 from tests.tiny import TINY
@@ -17,6 +20,11 @@ def build(options: dict[str, Any], *, has_cuda: bool = False, parallel: dict | N
     config = make_config(parallel, megatron=options)
     architecture = load_architecture({**TINY["deepseek_v3"], "vocab_size": 61})
     return transformer_config(architecture, config.parallel, config.trainer, has_cuda=has_cuda)
+
+
+@pytest.mark.parametrize(("cls", "mla"), [(TransformerConfig, False), (MLATransformerConfig, True)])
+def test_fields_read_from_the_source_are_those_that_megatron_takes(cls: Any, mla: bool) -> None:
+    assert set(field_names(mla=mla)) == {f.name for f in dataclasses.fields(cls) if f.init}
 
 
 def test_unknown_megatron_option_is_refused_with_the_nearest() -> None:

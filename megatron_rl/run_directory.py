@@ -1,10 +1,10 @@
 """runs/<name>: made once, owned by one process at a time, and continued only by a config that means the same run."""
 
+import contextlib
 import fcntl
 import logging
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,10 +13,12 @@ import yaml
 
 from megatron_rl.checkpoint import complete
 from megatron_rl.config import Config, to_yaml
-from megatron_rl.errors import BackendError, ConfigError
+from megatron_rl.errors import BackendError, ConfigError, DataError
 
 FIXED = ("model", "data", "seed", "mode", "sft", "samples")
 """Sections that say which run this is: continuing it with others would be another experiment under its name."""
+LAYOUT = ("parallel", "trainer.world_size", "trainer.dtype", "trainer.distributed_optimizer")
+"""What the optimizer's shards are cut by; trainer/state.py compares the same with what a checkpoint holds."""
 
 
 class RunDirectory:
@@ -47,7 +49,8 @@ class RunDirectory:
             ) from error
         self._refuse_another_run()
         self._write_config()
-        self._handler = logging.FileHandler(self.logs / "driver.log")
+        logging.raiseExceptions = False  # a log line that a full disk refuses is no news beside our message
+        self._handler = self._open_log()
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(self._handler)
         logging.getLogger("megatron_rl").setLevel(logging.INFO)
@@ -57,7 +60,8 @@ class RunDirectory:
         if error is not None:
             logging.getLogger(__name__).error("the run ended early", exc_info=(type(error), error, trace))
         logging.getLogger().removeHandler(self._handler)
-        self._handler.close()
+        with contextlib.suppress(OSError):  # the lines that a full disk refused
+            self._handler.close()
         self._lock.close()
 
     def _write_config(self) -> None:
@@ -72,6 +76,15 @@ class RunDirectory:
                 "the same command again."
             ) from error
 
+    def _open_log(self) -> logging.FileHandler:
+        path = self.logs / "driver.log"
+        try:
+            return logging.FileHandler(path)
+        except OSError as error:
+            raise BackendError(
+                f"{path} cannot be opened ({error.strerror}). Free space there and start the same command again."
+            ) from error
+
     def _refuse_another_run(self) -> None:
         """Nothing that a checkpoint belongs to may change under it, and resume=never wants no results at all."""
         results = [p for p in (self.path / "metrics.jsonl", self.samples, self.checkpoints, self.hf) if p.exists()]
@@ -83,21 +96,37 @@ class RunDirectory:
         saved = self.path / "config.yaml"
         if not saved.exists() or not complete(self.checkpoints):
             return
-        before, now = yaml.safe_load(saved.read_text()), yaml.safe_load(to_yaml(self.config))
-        changed = [
-            f"{key}: {old!r} -> {new!r}"
-            for section in FIXED
-            if (section, self.config.mode) != ("sft", "sft")  # there it is what `algorithm` is elsewhere
-            for key, old, new in _differences(section, before.get(section), now[section])
-        ]
-        if changed:
+        before, now = self._read_config(saved), yaml.safe_load(to_yaml(self.config))
+        # With mode=sft, `sft` is what `algorithm` is elsewhere.
+        fixed = [section for section in FIXED if (section, self.config.mode) != ("sft", "sft")]
+        if changed := _changes(fixed, before, now):
             raise ConfigError(
-                f"{self.path} holds checkpoints of another run: {'; '.join(changed)}. "
+                f"{self.path} holds checkpoints of another run: {changed}. "
                 "Choose another name=..., or remove the directory."
             )
+        if changed := _changes(LAYOUT, before, now):
+            raise ConfigError(
+                f"{self.path} holds checkpoints of another layout: {changed}. Their optimizer shards do not fit these "
+                "ranks. Resume with the saved values, or start a new run with another name=... from the weights that "
+                f"this one exports at its end: model=hf model.path={self.hf}"
+            )
+
+    def _read_config(self, saved: Path) -> dict[str, Any]:
+        """What `_write_config` wrote. Raises: DataError when something else stands there."""
+        try:
+            before = yaml.safe_load(saved.read_text())
+            problem = "" if isinstance(before, dict) else f"it holds a {type(before).__name__}"
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            before, problem = {}, " ".join(str(error).split())
+        if problem:
+            raise DataError(
+                f"{saved} cannot be read as a run's config ({problem}): it was changed after it was written, and says "
+                f"which run the checkpoints beside it belong to. Put it back, or choose another name=..."
+            )
+        return before
 
 
-@contextmanager
+@contextlib.contextmanager
 def written_whole(directory: Path) -> Iterator[Path]:
     """A name that no reader looks at, renamed to `directory` when the block has filled it."""
     partial = directory.with_name(directory.name + ".partial")
@@ -111,3 +140,15 @@ def _differences(key: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(old, dict) and isinstance(new, dict):
         return [d for k in sorted(old.keys() | new.keys()) for d in _differences(f"{key}.{k}", old.get(k), new.get(k))]
     return [] if old == new else [(key, old, new)]
+
+
+def _changes(keys: Sequence[str], before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Dotted keys below `keys` whose values differ, with both: "seed: 0 -> 5"; empty when none does."""
+    found = []
+    for key in keys:
+        section, _, name = key.partition(".")
+        old, new = before.get(section), now[section]
+        if name:
+            old, new = (old.get(name) if isinstance(old, dict) else None), new[name]
+        found += [f"{k}: {a!r} -> {b!r}" for k, a, b in _differences(key, old, new)]
+    return "; ".join(found)

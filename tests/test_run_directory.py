@@ -1,9 +1,10 @@
+import logging
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import Config, load_config
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.run_directory import RunDirectory
 
 
@@ -35,6 +36,55 @@ def test_continuing_as_another_experiment_is_refused(tmp_path: Path, override: s
 
     with pytest.raises(ConfigError, match=f"{named}.*Choose another name"), RunDirectory(config(tmp_path, override)):
         pass
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("parallel.ep=1", "parallel.ep: 2 -> 1"),
+        ("trainer.world_size=4", "trainer.world_size: 2 -> 4"),
+        ("trainer.dtype=bfloat16", "trainer.dtype: 'float32' -> 'bfloat16'"),
+        ("trainer.distributed_optimizer=false", "trainer.distributed_optimizer: True -> False"),
+    ],
+)
+def test_continuing_on_another_layout_is_refused_with_both_mends(tmp_path: Path, override: str, named: str) -> None:
+    with_a_checkpoint(tmp_path)
+
+    mend = f"another layout: {named}.*Resume with the saved values, or .*model.path={tmp_path}/run/hf"
+    with pytest.raises(ConfigError, match=mend), RunDirectory(config(tmp_path, override)):
+        pass
+
+
+def test_continuing_with_other_micro_batches_is_allowed(tmp_path: Path) -> None:
+    with_a_checkpoint(tmp_path)
+
+    with RunDirectory(config(tmp_path, "trainer.tokens_per_micro_batch=2048")):
+        pass
+
+
+@pytest.mark.parametrize(("text", "problem"), [("a: [1,", "while parsing"), ("- 1", "it holds a list")])
+def test_a_damaged_config_of_the_run_is_named(tmp_path: Path, text: str, problem: str) -> None:
+    with_a_checkpoint(tmp_path)
+    (tmp_path / "run" / "config.yaml").write_text(text)
+
+    with (
+        pytest.raises(DataError, match=f"run/config.yaml cannot be read .*{problem}.*Put it back"),
+        RunDirectory(config(tmp_path)),
+    ):
+        pass
+
+
+def test_a_full_disk_under_the_log_does_not_hide_the_run_s_own_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "log").mkdir(parents=True)
+    (tmp_path / "run" / "log" / "driver.log").symlink_to("/dev/full")
+
+    with pytest.raises(DataError, match="our message"), RunDirectory(config(tmp_path)):
+        logging.getLogger("megatron_rl").info("a line")
+        raise DataError("our message")
+
+    assert "Logging error" not in capfd.readouterr().err
 
 
 def test_continuing_with_more_steps_is_allowed(tmp_path: Path) -> None:

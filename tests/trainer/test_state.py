@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl.errors import BackendError, ConfigError
+from megatron_rl.run_directory import LAYOUT
 from megatron_rl.trainer import state
 from megatron_rl.trainer.rank_batch import split
 from megatron_rl.trainer.worker import Worker
@@ -132,6 +133,13 @@ def test_a_reference_that_was_never_frozen_is_not_made_up(tmp_path: Path) -> Non
     config = make_config(algorithm={"kl_coef": 0.1})
     with pytest.raises(ConfigError, match=r"holds no reference weights: .*kl_coef=0.*another name"):
         run_ranks(1, second_half, directory, config, f"file://{tmp_path}/meeting1", str(tmp_path / "checkpoint"))
+
+
+def test_the_run_directory_compares_what_a_checkpoint_s_layout_is() -> None:
+    """It refuses before the ranks start; both have to name the same keys."""
+    keys = state.layout_of(make_config({})).keys()
+
+    assert {key if key.startswith("trainer.") else key.partition(".")[0] for key in keys} == set(LAYOUT)
 
 
 def test_other_layout_is_refused_with_what_changed(tmp_path: Path) -> None:

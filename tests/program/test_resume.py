@@ -1,7 +1,6 @@
 """A run that is killed goes on as if nothing had happened: bit for bit where no engine samples anew."""
 
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -73,15 +72,3 @@ def test_a_resumed_run_does_not_become_another_one(world: World, trained: Finish
     ended.said(r"holds checkpoints of another run: seed: 0 -> 5.*Choose another name", code=2)
     assert (path / "config.yaml").read_text() == before
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == [f"step_{MIDDLE:06d}"]
-
-
-def test_more_steps_go_on_from_the_last_one(world: World, trained: Finished, replayed: Finished) -> None:
-    """Of a run that was complete with MIDDLE steps."""
-    path: Path = world.cut(replayed.path, "longer")
-    arguments = world.replay_arguments("longer", trained.path / "samples.jsonl", steps=STEPS)
-
-    ended = finish(arguments, world.output("longer"))
-
-    assert ended.code == DONE, ended.text
-    assert f"step {MIDDLE + 1}/{STEPS}" in ended.text and f"step {MIDDLE}/" not in ended.text
-    assert differences(replayed.path, path, step=STEPS) == []

@@ -4,24 +4,37 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.program.conftest import World
-from tests.program.program import DONE, finish
+from tests.program.program import DONE, Ended, finish
 from tests.program.states import records
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(3600)]
 
 
-def test_sft_learns_the_answers_and_exports(world: World) -> None:
-    path = world.runs / "finetuned"
-    changes = {"mode": "sft", "sft__steps": 0, "steps": 20, "trainer__world_size": 1, "parallel__ep": 1}
+def finetune(world: World, *, steps: int) -> Ended:
+    changes = {"mode": "sft", "sft__steps": 0, "trainer__world_size": 1, "parallel__ep": 1}
+    return finish(world.arguments("finetuned", steps=steps, **changes), world.output("finetuned"))
 
-    ended = finish(world.arguments("finetuned", **changes), world.output("finetuned"))
+
+def test_sft_learns_the_answers_exports_and_goes_on_when_steps_are_raised(world: World) -> None:
+    path = world.runs / "finetuned"
+
+    ended = finetune(world, steps=10)
 
     assert ended.code == DONE, ended.text
     assert ended.left_behind == ()
-    losses = [r["loss"] for r in records(path)]
-    assert len(losses) == 20
-    assert losses[-1] < losses[0] / 2
+    first = records(path)
+    assert [r["step"] for r in first] == list(range(1, 11))
     assert not (path / "samples.jsonl").exists() and not (path / "log" / "engine-0.log").exists()
-    before, after = load_file(world.model / "model.safetensors"), load_file(path / "hf" / "model.safetensors")
+    before, after = (load_file(directory / "model.safetensors") for directory in (world.model, path / "hf"))
     assert before.keys() == after.keys()
     assert not any(before[name].equal(after[name]) for name in before if name.endswith("proj.weight"))
+
+    ended = finetune(world, steps=20)
+
+    assert ended.code == DONE, ended.text
+    assert "step 11/20" in ended.text and "step 10/" not in ended.text
+    both = records(path)
+    assert both[:10] == first
+    assert [r["step"] for r in both] == list(range(1, 21))
+    assert both[19]["loss"] < both[9]["loss"] < both[0]["loss"]
+    assert not load_file(path / "hf" / "model.safetensors")["lm_head.weight"].equal(after["lm_head.weight"])

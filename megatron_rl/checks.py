@@ -51,7 +51,7 @@ def topology_of(config: Config, *, num_layers: int) -> MegatronTopology:
 
 def check(config: Config) -> None:
     """Raises: ConfigError with every problem found, each with its mend."""
-    problems = [*_settings(config), *_model(config)]
+    problems = [*_settings(config), *_without_effect(config), *_model(config)]
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "\n  - " + "\n  - ".join(problems))
 
@@ -116,6 +116,64 @@ def _settings(config: Config) -> Iterator[str]:
         )
     if p.sp and p.tp == 1:
         yield "parallel.sp=true with parallel.tp=1 has no effect. Set parallel.sp=false, or raise parallel.tp."
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Keys that nothing would read, or that would hold the run up."""
+    data, cluster = config.data, config.cluster
+    if data.source == "jsonl":
+        for name in ("task", "task_options"):
+            if value := getattr(data, name):
+                yield (
+                    f"data.{name}={value} with data.source=jsonl has no effect: tasks are reasoning_gym's. Remove it, "
+                    "or set data.source=reasoning_gym."
+                )
+    elif data.path is not None:
+        yield (
+            f"data.path={data.path} with data.source={data.source} has no effect: its prompts are generated. Set "
+            "data.path=null, or data.source=jsonl."
+        )
+    if config.mode == "train" and config.evaluation.every > 0 and data.held_out == 0:
+        yield (
+            f"evaluation.every={config.evaluation.every} with data.held_out=0: there are no held-out prompts to "
+            "evaluate on. Raise data.held_out, or set evaluation.every=0."
+        )
+    if cluster.cpus is None:
+        return
+    if cluster.address is not None:
+        yield (
+            f"cluster.cpus={cluster.cpus} with cluster.address={cluster.address} has no effect: that cluster runs "
+            "already, with its own. Remove cluster.cpus."
+        )
+    elif cluster.cpus < (needed := cpus_needed(config)):
+        yield (
+            f"cluster.cpus={cluster.cpus} is less than the {needed} that the processes need (one a trainer rank, one a "
+            f"rank of each engine, one for rewards): they would wait for it in vain. Set it to {needed} or null."
+        )
+
+
+def cpus_needed(config: Config) -> int:
+    """What the processes of `config.mode` ask Ray for: trainer ranks, and the engines' ranks with one for rewards."""
+    ranks = 0 if config.mode == "rollout_only" else config.trainer.world_size
+    has_engines = config.mode in ("train", "rollout_only")
+    return ranks + (config.rollout.engines * config.rollout.tp + 1 if has_engines else 0)
+
+
+def longest_prompt(config: Config, *, context: int) -> int:
+    """Prompt tokens that leave room for an answer in the model's context, a micro-batch and the engine's cache."""
+    room = [context]
+    if config.mode != "rollout_only":
+        room.append(config.trainer.tokens_per_micro_batch * config.parallel.cp)
+    if config.mode in ("train", "rollout_only"):
+        room.append(config.rollout.max_total_tokens)
+    return min(room) - config.sampling.max_tokens
+
+
+def longest_demonstration(config: Config, *, context: int) -> int | None:
+    """Tokens of a prompt with its answer that supervised updates have room for; None when there are none of those."""
+    if config.mode != "sft" and (config.sft.steps == 0 or config.mode == "rollout_only"):
+        return None
+    return min(context, config.trainer.tokens_per_micro_batch * config.parallel.cp)
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -65,6 +65,11 @@ def start(*, address: str | None, cpus: int) -> None:
         else:
             _knock(address)
             ray.init(address=address, **common)
+    except ValueError as error:
+        raise ConfigError(
+            f"Ray cannot connect to cluster.address={address}: {error}. Write HOST:PORT, as `ray start --head` prints "
+            "it, or leave cluster.address null."
+        ) from error
     except (OSError, RayError) as error:
         place = f"at cluster.address={address}" if address else "on this machine, though it was just started"
         raise BackendError(

@@ -159,9 +159,9 @@ class AlgorithmConfig(OptimizerConfig):
     recipe: str = "grpo"
     """A row of `algorithms.recipes.RECIPES`."""
     clip_low: float = 0.2
-    """Ratio clipped below 1 - clip_low."""
+    """Ratio clipped below 1 - clip_low. With mini_batches=1 the ratio is 1 and this does nothing."""
     clip_high: float = 0.2
-    """Ratio clipped above 1 + clip_high."""
+    """Ratio clipped above 1 + clip_high. With mini_batches=1 the ratio is 1 and this does nothing."""
     kl_coef: float = 0.0
     """Weight of the k3 KL to the frozen reference; 0 keeps no reference at all."""
     mini_batches: int = 1
@@ -311,6 +311,15 @@ class ClusterConfig:
     """Address of a running Ray cluster; null starts one on this machine."""
     cpus: int | None = None
     """CPUs Ray may count on when it is started here; null counts what the processes need."""
+
+    def __post_init__(self) -> None:
+        host = r"(ray://)?([^\s:/\[\]]+|\[[0-9a-fA-F:]+\])"
+        match = re.fullmatch(rf"auto|{host}:(?P<port>\d{{1,5}})", self.address or "auto")
+        if match is None or int(match["port"] or 0) > 65535:
+            raise ConfigError(
+                f"cluster.address={self.address!r} is no address of a Ray cluster. Write HOST:PORT, as `ray start "
+                '--head` prints it, "auto" for the one that runs here, or null to start one.'
+            )
 
 
 MODES = ("train", "sft", "rollout_only", "train_only")

@@ -56,7 +56,7 @@ def train(config: Config, parts: Parts) -> None:
                 m.log(p.trainer.update(batch))
             with m.time("sync"):
                 m.log(p.weights.push(version=step))
-            if evaluation_due(config, step):
+            if p.prompts.held_out and evaluation_due(config, step):
                 with m.time("evaluate"):
                     m.log(evaluate(config, p, step))
         if p.checkpoint.due(step):  # after the metrics of this step are on disk: a resumed run misses none

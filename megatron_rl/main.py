@@ -3,7 +3,6 @@
 Whatever can be refused is refused before Ray starts; heavy imports come after the config is known to be sound.
 """
 
-import contextlib
 import logging
 import signal
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint import STATE, Checkpoints, complete
-from megatron_rl.checks import check, read_hf_config, topology_of
+from megatron_rl.checks import check, cpus_needed, longest_demonstration, longest_prompt, read_hf_config, topology_of
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
 from megatron_rl.layouts.sglang_topology import SglangTopology
@@ -87,8 +86,12 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     if not (run.model.exists() and complete(run.checkpoints)):  # without a checkpoint the config may have changed
         make_model(config, run.model, characters(questions, config.data.template))
     hf = read_hf_config(run.model)
-    longest = longest_prompt(config, context=hf["max_position_embeddings"])
-    prompts = load_prompts(config.data, run.model, max_prompt_tokens=longest, questions=questions)
+    context = hf["max_position_embeddings"]
+    longest = {
+        "max_prompt_tokens": longest_prompt(config, context=context),
+        "max_demonstration_tokens": longest_demonstration(config, context=context),
+    }
+    prompts = load_prompts(config.data, run.model, questions=questions, **longest)
 
     trainer, fleet, scoring = start(config, run, hf, stack, status=metrics.status)
     if config.mode == "rollout_only":
@@ -119,20 +122,18 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
 def make_model(config: Config, directory: Path, characters: str) -> None:
     """Write the random starting model, unless a checkpoint was named."""
     if config.model.path is None:
+        from safetensors import SafetensorError
+
         from megatron_rl.models.random_checkpoint import write_random_checkpoint
 
-        with written_whole(directory) as partial:
-            write_random_checkpoint(partial, config.model.random, characters=characters, seed=config.seed)
-
-
-def longest_prompt(config: Config, *, context: int) -> int:
-    """Prompt tokens that leave room for an answer in the model's context, a micro-batch and the engine's cache."""
-    room = [context]
-    if config.mode != "rollout_only":
-        room.append(config.trainer.tokens_per_micro_batch * config.parallel.cp)
-    if config.mode in ("train", "rollout_only"):
-        room.append(config.rollout.max_total_tokens)
-    return min(room) - config.sampling.max_tokens
+        try:
+            with written_whole(directory) as partial:
+                write_random_checkpoint(partial, config.model.random, characters=characters, seed=config.seed)
+        except (OSError, SafetensorError) as error:
+            raise BackendError(
+                f"The starting model could not be written into {directory}: {error}. Free space there and start the "
+                "same command again."
+            ) from error
 
 
 def is_finished(config: Config, run: RunDirectory) -> bool:
@@ -172,7 +173,7 @@ def start(
     ranks, engines = config.trainer.world_size * has_trainer, config.rollout.engines * has_engines
     status("starting Ray")
     stack.callback(cluster.stop)
-    cluster.start(address=config.cluster.address, cpus=config.cluster.cpus or ranks + engines * config.rollout.tp + 1)
+    cluster.start(address=config.cluster.address, cpus=config.cluster.cpus or cpus_needed(config))
     gpus = int(cluster.has_gpus())
     trainer = fleet = scoring = None
     engines_ready = None
@@ -195,27 +196,22 @@ def start(
     if has_trainer:
         place = cluster.Pool("trainer", ranks, cpus=1, gpus=gpus)
         trainer = MegatronTrainer(config, run.model, pool=place, logs=run.logs)
-        stack.callback(_stop, trainer)
+        stack.callback(trainer.stop)
     if engines_ready is not None:
         fleet = engines_ready.result()
-        stack.callback(_stop, fleet)
+        stack.callback(fleet.stop)
     return trainer, fleet, scoring
 
 
-def _stop(part: Any) -> None:
-    """End a part; one that died already has said so."""
-    with contextlib.suppress(BackendError):
-        part.stop()
-
-
 def packer(config: Config, *, layers: int) -> Any:
-    """`make_batch` for this run's ranks; the budget of a micro-batch is shared out over the context-parallel ranks."""
+    """`make_batch` for this run's ranks."""
     from megatron_rl.data.packing import make_batch
 
     return partial(
         make_batch,
         dp=topology_of(config, num_layers=layers).dp,
-        tokens_per_micro_batch=config.trainer.tokens_per_micro_batch * config.parallel.cp,
+        tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
+        cp=config.parallel.cp,
         micro_batches_multiple=config.parallel.pp if config.parallel.vpp else 1,
     )
 

@@ -123,6 +123,7 @@ class RunDirectory:
                 f"{saved} cannot be read as a run's config ({problem}): it was changed after it was written, and says "
                 f"which run the checkpoints beside it belong to. Put it back, or choose another name=..."
             )
+        assert isinstance(before, dict), before
         return before
 
 

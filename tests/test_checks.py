@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.checks import check
+from megatron_rl.checks import check, longest_demonstration
 from megatron_rl.config import CONFIG_DIR, Config, load_config
 from megatron_rl.errors import ConfigError
 
@@ -53,6 +53,12 @@ def test_every_shipped_experiment_can_work(experiment: str) -> None:
         (["trainer.megatron.expert_model_parallel_size=1"], "already set by parallel.ep"),
         (["trainer.megatron.bf16=true"], "already set by trainer.dtype"),
         (["trainer.megatron.hidden_dropout=0.1"], "already set by the trainer itself"),
+        (["data.task=chain_sum"], "data.task=chain_sum with data.source=jsonl has no effect.*Remove"),
+        (["data.task_options={a: 1}"], "data.task_options=.* with data.source=jsonl has no effect"),
+        (["data.source=reasoning_gym", "data.task=chain_sum"], "data.path=.* has no effect.*data.path=null"),
+        (["data.held_out=0"], "evaluation.every=50 with data.held_out=0.*evaluation.every=0"),
+        (["cluster.address=a:1", "cluster.cpus=9"], "cluster.cpus=9 with cluster.address=a:1 has no effect"),
+        (["cluster.cpus=3"], "cluster.cpus=3 is less than the 4 that the processes need.*Set it to 4"),
         (["sft.steps=5"], "sft.warmup_steps=20 of 5 optimizer steps"),
     ],
 )
@@ -67,6 +73,37 @@ def test_a_micro_batch_is_shared_out_over_context_parallel_ranks() -> None:
     check(demo(*sizes, "parallel.cp=2"))
     with pytest.raises(ConfigError, match="a whole sample has to fit one micro-batch"):
         check(demo(*sizes))
+
+
+@pytest.mark.parametrize(
+    ("mode", "overrides", "cpus"),
+    [
+        ("train", ["rollout.tp=2", "rollout.engines=3"], 2 + 6 + 1),
+        ("sft", ["sft.steps=0"], 2),
+        ("rollout_only", ["rollout.tp=2", "rollout.engines=3"], 6 + 1),
+        ("train_only", [f"samples={__file__}"], 2),
+    ],
+)
+def test_each_mode_works_with_the_cpus_of_what_it_starts(mode: str, overrides: list[str], cpus: int) -> None:
+    check(demo(f"mode={mode}", *overrides, f"cluster.cpus={cpus}"))
+    with pytest.raises(ConfigError, match=f"less than the {cpus} "):
+        check(demo(f"mode={mode}", *overrides, f"cluster.cpus={cpus - 1}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        ([], 512),
+        (["trainer.tokens_per_micro_batch=100", "parallel.cp=2", "parallel.ep=1"], 200),
+        (["mode=sft", "sft.steps=0"], 512),
+        (["sft.steps=0"], None),
+        (["mode=rollout_only"], None),
+    ],
+)
+def test_a_demonstration_fits_context_and_micro_batch_where_there_are_any(
+    overrides: list[str], tokens: int | None
+) -> None:
+    assert longest_demonstration(demo(*overrides), context=512) == tokens
 
 
 def test_an_engine_that_is_not_there_limits_nothing() -> None:

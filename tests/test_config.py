@@ -64,8 +64,10 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path: Path) -> None:
         ("mode=train_only", "replays a file named by samples=PATH"),
         ("data.path=null", "data.source=jsonl needs data.path"),
         ("name=a/b", "names a directory"),
-        ("algorithm.min_lr=1", "algorithm.min_lr=1.0 is above algorithm.lr=0.0002: the schedule only goes down"),
+        ("algorithm.min_lr=1", "algorithm.min_lr=1.0 is above algorithm.lr=[0-9.]+: the schedule only goes down"),
         ("sft.decay=liner", "sft.decay='liner'.*Did you mean 'linear'"),
+        ("cluster.address=here", "cluster.address='here' is no address of a Ray cluster.*HOST:PORT"),
+        ("cluster.address=host:99999", "cluster.address='host:99999' is no address"),
         ("sft.steps=-1", "sft.steps=-1 must be at least 0"),
         ("algorithm.clip_grad=-1", "algorithm.clip_grad=-1.0 must be at least 0"),
         ("evaluation.samples_per_prompt=0", "evaluation.samples_per_prompt=0 must be at least 1"),
@@ -90,3 +92,8 @@ def test_the_written_config_reads_back_equal(tmp_path: Path) -> None:
     written = yaml.safe_load(to_yaml(config))
 
     assert written == dataclasses.asdict(config)
+
+
+@pytest.mark.parametrize("address", ["null", "auto", "10.0.0.1:6379", "'[::1]:6379'", "ray://head:10001"])
+def test_an_address_that_ray_knows_is_taken(address: str) -> None:
+    load_config([DEMO, f"cluster.address={address}"])

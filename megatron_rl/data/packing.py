@@ -22,6 +22,7 @@ def make_batch(
     dp: int,
     mini_batches: int,
     tokens_per_micro_batch: int,
+    cp: int = 1,
     micro_batches_multiple: int = 1,
 ) -> Batch:
     """Schedule every sample exactly once, the same way for the same samples.
@@ -33,21 +34,22 @@ def make_batch(
 
     A micro-batch may be empty, but only where samples are so long that the equal count needs more micro-batches than
     there are samples.
-    Args: tokens_per_micro_batch counts prompt and response tokens; no micro-batch holds more.
+    Args: tokens_per_micro_batch counts prompt and response tokens on one of `cp` context-parallel ranks, which share a
+        micro-batch; none holds more.
     Raises: DataError for no samples, or one without a response; ConfigError for a sample longer than a micro-batch,
         and for fewer samples than ranks times mini-batches.
     """
-    _check(samples, dp=dp, mini_batches=mini_batches, tokens_per_micro_batch=tokens_per_micro_batch)
+    _check(samples, dp=dp, mini_batches=mini_batches, tokens_per_micro_batch=tokens_per_micro_batch, cp=cp)
     lengths = [s.prompt_tokens + s.response_tokens for s in samples]
     bounds = [len(samples) * k // mini_batches for k in range(mini_batches + 1)]
     schedule = []
     for start, end in zip(bounds, bounds[1:], strict=False):
-        bins = _pack(range(start, end), lengths, tokens_per_micro_batch, multiple=dp * micro_batches_multiple)
+        bins = _pack(range(start, end), lengths, tokens_per_micro_batch * cp, multiple=dp * micro_batches_multiple)
         schedule.append(_deal(bins, lengths, dp))
     return Batch(samples=tuple(samples), schedule=tuple(schedule))
 
 
-def _check(samples: Sequence[Sample], *, dp: int, mini_batches: int, tokens_per_micro_batch: int) -> None:
+def _check(samples: Sequence[Sample], *, dp: int, mini_batches: int, tokens_per_micro_batch: int, cp: int) -> None:
     if not samples:
         raise DataError(
             "No samples to train on: the step's batch is empty. Either nothing was generated or the recipe dropped "
@@ -59,11 +61,12 @@ def _check(samples: Sequence[Sample], *, dp: int, mini_batches: int, tokens_per_
             raise DataError(
                 f"{where} has no response tokens, so there is nothing to train on. Drop it from the samples."
             )
-        if s.prompt_tokens + s.response_tokens > tokens_per_micro_batch:
+        tokens = s.prompt_tokens + s.response_tokens
+        if tokens > tokens_per_micro_batch * cp:
             raise ConfigError(
                 f"{where} has {s.prompt_tokens} + {s.response_tokens} tokens, more than a micro-batch of "
-                f"trainer.tokens_per_micro_batch={tokens_per_micro_batch}, and a sample is never cut. Raise it to "
-                f"at least {s.prompt_tokens + s.response_tokens}, or lower sampling.max_tokens."
+                f"trainer.tokens_per_micro_batch={tokens_per_micro_batch} on each of {cp} context-parallel rank(s), "
+                f"and a sample is never cut. Raise it to at least {-(-tokens // cp)}, or lower sampling.max_tokens."
             )
     if len(samples) < dp * mini_batches:
         raise ConfigError(

@@ -84,11 +84,14 @@ def load_prompts(
     tokenizer_dir: Path | str,
     *,
     max_prompt_tokens: int | None = None,
+    max_demonstration_tokens: int | None = None,
     questions: Sequence[Question] | None = None,
 ) -> Prompts:
     """Read, split and tokenize the configured data.
 
-    Args: max_prompt_tokens refuses longer prompts. questions replaces reading the source, where the caller did already.
+    Args: max_prompt_tokens refuses longer prompts; max_demonstration_tokens, training prompts that are longer with
+        their answer and its end token, for supervised updates. questions replaces reading the source, where the caller
+        did already.
     Raises: DataError for malformed or too long prompts and too few of them; ConfigError for an unknown task or option.
     """
     questions = read_questions(config) if questions is None else questions
@@ -99,7 +102,10 @@ def load_prompts(
     def prompts_of(part: Sequence[tuple[str, Question]]) -> list[Prompt]:
         return _tokenize(part, tokenizer, template=config.template, max_prompt_tokens=max_prompt_tokens)
 
-    return Prompts(prompts_of(train), prompts_of(held_out), seed=config.seed, tokenizer=tokenizer)
+    prompts = Prompts(prompts_of(train), prompts_of(held_out), seed=config.seed, tokenizer=tokenizer)
+    if max_demonstration_tokens is not None:
+        _check_demonstrations(train, prompts, tokenizer, max_tokens=max_demonstration_tokens)
+    return prompts
 
 
 def load_tokenizer(directory: Path | str) -> Any:
@@ -179,6 +185,23 @@ def _tokenize(
         Prompt(identity, text, tuple(row), question.answer, question.metadata)
         for (identity, question), text, row in zip(questions, texts, rows, strict=True)
     ]
+
+
+def _check_demonstrations(
+    questions: Sequence[tuple[str, Question]], prompts: Prompts, tokenizer: Any, *, max_tokens: int
+) -> None:
+    """`questions` are those of `prompts.train`."""
+    # All answers at once; `Prompts.answer_tokens` refuses a missing one.
+    answers = tokenizer([p.answer for p in prompts.train], add_special_tokens=False)["input_ids"]
+    for (identity, question), prompt, answer in zip(questions, prompts.train, answers, strict=True):
+        total = len(prompt.tokens) + len(answer) + 1
+        if total > max_tokens:
+            raise DataError(
+                f"Prompt {identity} ({question.where}) has {len(prompt.tokens)} tokens and its answer {len(answer)}; "
+                f"with the end token that is more than the {max_tokens} of the model's context or a micro-batch, and "
+                "a supervised sample is never cut. Shorten or drop it, raise trainer.tokens_per_micro_batch, use a "
+                "model with a longer context, or do without supervised updates (sft.steps=0)."
+            )
 
 
 def _render(text: str, template: str, tokenizer: Any) -> str:

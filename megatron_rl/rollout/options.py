@@ -3,6 +3,7 @@
 import ast
 import difflib
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,23 @@ SET_ELSEWHERE = {
 }
 OURS = ("host", "port", "custom_weight_loader", "weight_version", "skip_tokenizer_init", "device")
 """Set by `command` for every server; another value would break it."""
-_SHORT = {"tp": "tp_size", "tensor_parallel_size": "tp_size", "ep": "ep_size", "expert_parallel_size": "ep_size"}
+_NO_TABLE = "the tables of the weight sync have engines cut by rollout.tp and rollout.ep only"
+UNSUPPORTED = {
+    "pp_size": _NO_TABLE,
+    "dp_size": f"{_NO_TABLE}; for more servers raise rollout.engines",
+    "quantization": "the trainer's weights replace the engine's as they are, in rollout.dtype",
+}
+"""Accepted by SGLang, and the first weight update would fail. Each with the reason."""
+_SHORT = {
+    "tp": "tp_size",
+    "tensor_parallel_size": "tp_size",
+    "ep": "ep_size",
+    "expert_parallel_size": "ep_size",
+    "pp": "pp_size",
+    "pipeline_parallel_size": "pp_size",
+    "dp": "dp_size",
+    "data_parallel_size": "dp_size",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +79,8 @@ def check_sglang_options(options: Mapping[str, Any]) -> None:
             )
         if name in OURS:
             raise ConfigError(f"rollout.sglang.{key} is set by the rollout itself: weight sync needs it. Leave it out.")
+        if name in UNSUPPORTED:
+            raise ConfigError(f"rollout.sglang.{key} does not work here: {UNSUPPORTED[name]}. Leave it out.")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -109,4 +128,5 @@ def _words(name: str, value: object) -> Iterator[str]:
         return
     yield f"--{name}"
     if value is not True:
-        yield from (str(v) for v in (value if isinstance(value, list | tuple) else [value]))
+        values = value if isinstance(value, list | tuple) else [value]
+        yield from (json.dumps(v) if isinstance(v, dict) else str(v) for v in values)

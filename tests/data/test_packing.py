@@ -130,6 +130,14 @@ def test_a_sample_longer_than_a_micro_batch_names_the_budget_that_holds_it():
         make_batch(samples_of([4, 9]), dp=1, mini_batches=1, tokens_per_micro_batch=8)
 
 
+def test_the_budget_named_is_that_of_one_context_parallel_rank():
+    with pytest.raises(ConfigError, match="tokens_per_micro_batch=4 on each of 2 .*at least 5"):
+        make_batch(samples_of([4, 9]), dp=1, mini_batches=1, tokens_per_micro_batch=4, cp=2)
+    assert make_batch(samples_of([4, 9]), dp=1, mini_batches=1, tokens_per_micro_batch=5, cp=2).schedule == (
+        (((1,), (0,)),),
+    )
+
+
 def test_fewer_samples_than_ranks_times_mini_batches_are_refused():
     with pytest.raises(ConfigError, match="5 samples cannot fill 2 mini-batch.* on 3 data-parallel ranks"):
         make_batch(samples_of([4] * 5), dp=3, mini_batches=2, tokens_per_micro_batch=8)

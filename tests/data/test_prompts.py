@@ -200,6 +200,21 @@ def test_a_prompt_longer_than_the_context_is_named_with_its_line(tmp_path, token
         load_prompts(config, tokenizer_dir, max_prompt_tokens=19)
 
 
+def test_an_answer_that_does_not_fit_beside_its_prompt_is_named_with_its_line(tmp_path, tokenizer_dir):
+    config = write_jsonl(tmp_path / "p.jsonl", [("1+2=", "3"), ("3+2=", "10" * 8), ("2+2=", "4")])
+    assert len(load_prompts(config, tokenizer_dir, max_demonstration_tokens=4 + 16 + 1).train) == 3
+    with pytest.raises(
+        DataError, match=r"p\.jsonl line 2\) has 4 tokens and its answer 16; with the end .* than the 20 .*Shorten"
+    ):
+        load_prompts(config, tokenizer_dir, max_demonstration_tokens=20)
+
+
+def test_the_answer_of_a_held_out_prompt_may_be_long(tmp_path, tokenizer_dir):
+    config = with_(write_jsonl(tmp_path / "p.jsonl", [("1+2=", "3"), ("3+2=", "10" * 8)]), held_out=1)
+    seed = next(s for s in range(9) if load_prompts(with_(config, seed=s), tokenizer_dir).held_out[0].text == "3+2=")
+    assert len(load_prompts(with_(config, seed=seed), tokenizer_dir, max_demonstration_tokens=6).train) == 1
+
+
 def test_unknown_characters_are_warned_of(tmp_path, tokenizer_dir, caplog):
     config = write_jsonl(tmp_path / "p.jsonl", [("1+2=", "3"), ("1*2=", "2")])
     prompts = load_prompts(config, tokenizer_dir)

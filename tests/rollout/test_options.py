@@ -35,6 +35,26 @@ def test_an_option_that_weight_sync_needs_is_refused() -> None:
         check_sglang_options({"custom-weight-loader": "x"})
 
 
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("pp_size", "cut by rollout.tp and rollout.ep only"),
+        ("pipeline-parallel-size", "cut by rollout.tp and rollout.ep only"),
+        ("dp", "raise rollout.engines"),
+        ("quantization", "replace the engine's as they are"),
+    ],
+)
+def test_what_a_weight_update_would_fail_with_is_refused_with_the_reason(option: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.sglang.{option} does not work here: .*{reason}.*Leave it out"):
+        check_sglang_options({option: 2})
+
+
+def test_a_mapping_is_passed_as_json() -> None:
+    words = command(settings(sglang={"json_model_override_args": {"rope_theta": 1.5, "a": [None, True]}}), port=5)
+
+    assert words[-2:] == ["--json-model-override-args", '{"rope_theta": 1.5, "a": [null, true]}']
+
+
 def test_true_is_a_bare_flag_false_is_absent_and_a_list_is_many_words() -> None:
     words = command(settings(sglang={"enable_metrics": True, "log_requests": False, "cuda_graph_bs": [1, 2]}), port=5)
 

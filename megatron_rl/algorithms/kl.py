@@ -1,4 +1,4 @@
-"""Per-token estimators of KL(policy || reference) from the log-probabilities of sampled tokens.
+"""The per-token estimator of KL(policy || reference) from the log-probabilities of sampled tokens.
 
 Source: J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
 """
@@ -10,16 +10,6 @@ from torch import Tensor
 
 # exp(20) = 5e8: a log-ratio beyond it says "the policies disagree wholly"; exp of it overflows and its gradient is NaN.
 MAX_LOG_RATIO = 20.0
-
-
-def k1(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """log p - log q: unbiased, high variance, may be negative. Its gradient has mean zero: it is no loss."""
-    return logprobs_N - reference_logprobs_N
-
-
-def k2(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: biased, low variance, never negative."""
-    return (logprobs_N - reference_logprobs_N).square() / 2
 
 
 def k3(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:

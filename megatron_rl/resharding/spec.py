@@ -78,4 +78,3 @@ class LoadReport:
     received_bytes: int
     needed_bytes: int
     """Of the rank's parameters, padding left out."""
-    load_s: float

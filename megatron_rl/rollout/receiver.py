@@ -5,7 +5,6 @@ the caller, by rank, and the server lives on: paused, until a push succeeds.
 """
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -28,7 +27,6 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 
     Raises: LayoutError when the model is not what the layout table declares; SyncError when a bucket is not as sent.
     """
-    start = time.perf_counter()
     message = json.loads(named_tensors[0][1].cpu().numpy().tobytes())
     rank = get_parallel().tp_rank
     state: dict[str, Any] = model.__dict__.setdefault(_STATE, {})
@@ -41,7 +39,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     if hasattr(model, "post_load_weights"):
         # MLA attends with matrices derived from kv_b_proj; SGLang does not refresh them after a custom loader.
         model.post_load_weights()  # type: ignore[operator]
-    state["report"] = asdict(LoadReport(received, receiver.needed_bytes, time.perf_counter() - start))
+    state["report"] = asdict(LoadReport(received, receiver.needed_bytes))
 
 
 def report_instead_of_raising(

@@ -5,6 +5,7 @@ weights after it. `time/step_s` is the step without its evaluation. Supervised w
 """
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,11 +61,12 @@ class Metrics:
         self.directory, self.name = directory, name
         self.path, self.warm_start_path = directory / "metrics.jsonl", directory / "warm_start.jsonl"
         self._progress = Progress(name, steps=steps, console=console or Console())
-        self._writers: dict[Path, Any] = {}  # torch's SummaryWriter of each record file written to
+        self._writers: dict[Path, Any] = {}  # torch's SummaryWriter of each record file written to; None once it failed
         self._drawn_s = time.monotonic()
         self._started_s = time.monotonic()
 
     def __enter__(self) -> "Metrics":
+        self._threads_excepthook, threading.excepthook = threading.excepthook, _forgive_writers
         self._progress.start()
         return self
 
@@ -72,8 +74,11 @@ class Metrics:
         self._progress.stop()
         if self.path in self._writers:
             self._draw()
-        for writer in self._writers.values():
-            writer.close()
+        for path, writer in self._writers.items():
+            with self._forgiving(path):
+                if writer is not None:
+                    writer.close()
+        threading.excepthook = self._threads_excepthook
 
     def status(self, text: str) -> None:
         """Say what is going on outside of steps: "starting 2 engines"."""
@@ -113,8 +118,10 @@ class Metrics:
                 record["throughput/tokens_per_s"] = tokens / step_s
         record |= memory_metrics()
         append_record(path, record)
-        for key in record.keys() - {"step"}:
-            self._writers[path].add_scalar(key, record[key], step)
+        with self._forgiving(path):
+            if (writer := self._writers[path]) is not None:
+                for key in record.keys() - {"step"}:
+                    writer.add_scalar(key, record[key], step)
         self._progress.end(record, wall_s=wall_s)
 
     def _open(self, path: Path, step: int) -> None:
@@ -126,8 +133,19 @@ class Metrics:
             self._progress.history(records)
         else:
             directory /= path.stem
-        # purge_step: events of an earlier process at this step or later are hidden.
-        self._writers[path] = SummaryWriter(str(directory), purge_step=step, flush_secs=10)
+        self._writers[path] = None
+        with self._forgiving(path):
+            # purge_step: events of an earlier process at this step or later are hidden.
+            self._writers[path] = SummaryWriter(str(directory), purge_step=step, flush_secs=10)
+
+    @contextmanager
+    def _forgiving(self, path: Path) -> Iterator[None]:
+        """Say that TensorBoard's disk refused, and go on without it: a plot is not worth a run."""
+        try:
+            yield
+        except OSError as error:
+            self._writers[path] = None
+            self._progress.print([f"TensorBoard gets no more of {path.name}, which has it all: {error}"])
 
     def _draw(self) -> None:
         self._drawn_s = time.monotonic()
@@ -146,6 +164,13 @@ class Metrics:
             wall_s=time.monotonic() - self._started_s,
         )
         self._progress.print(["", *lines])
+
+
+def _forgive_writers(failure: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer thread prints no traceback of a full disk: `add_scalar` or `close` raises the same error."""
+    is_writer = type(failure.thread).__module__.startswith("tensorboard.")
+    if not (is_writer and isinstance(failure.exc_value, OSError)):
+        threading.__excepthook__(failure)
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -1,8 +1,12 @@
 import os
+import resource
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.config import load_config
-from megatron_rl.main import is_finished
+from megatron_rl.errors import BackendError
+from megatron_rl.main import is_finished, make_model
 from megatron_rl.run_directory import RunDirectory
 
 
@@ -21,3 +25,17 @@ def test_a_run_is_finished_when_its_last_step_is_exported(tmp_path: Path) -> Non
     assert not is_finished(config, run)
     exported.unlink()
     assert not is_finished(config, run)
+
+
+@pytest.mark.parametrize("limit", [10, 1300, 3000], ids=["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_full_disk_under_the_starting_model_is_named_and_leaves_none(tmp_path: Path, limit: int) -> None:
+    config = load_config(["experiment=cpu_digits"])
+    make_model(config, tmp_path / "before", "0123456789 =")  # imports first: they write files too
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(BackendError, match="starting model could not be written into .*model: .*Free space"):
+            make_model(config, tmp_path / "model", "0123456789 =")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "model").exists()

@@ -332,3 +332,44 @@ def test_sparkline_spans_its_own_range_and_averages_long_series():
 
 def test_clock_shows_hours_minutes_seconds():
     assert clock(3723.4) == "1:02:03"
+
+
+def test_a_full_disk_under_tensorboard_is_told_once_and_the_run_goes_on(tmp_path, capfd):
+    metrics, output = open_metrics(tmp_path)
+    with metrics:
+        full_step(metrics, 1)
+        (events,) = (tmp_path / "tensorboard").iterdir()
+        events.unlink()
+        events.symlink_to("/dev/full")
+        full_step(metrics, 2)
+        full_step(metrics, 3)
+    assert output.getvalue().count("TensorBoard gets no more of metrics.jsonl") == 1
+    assert "No space left on device" in output.getvalue()
+    assert len(read_records(tmp_path / "metrics.jsonl")) == 3
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_writer_thread_of_tensorboard_dies_without_a_traceback(tmp_path, capfd):
+    metrics, output = open_metrics(tmp_path)
+    with metrics:
+        full_step(metrics, 1)
+        (events,) = (tmp_path / "tensorboard").iterdir()
+        events.unlink()
+        events.symlink_to("/dev/full")
+        thread = metrics._writers[metrics.path].file_writer.event_writer._async_writer._worker
+        thread._next_flush_time = 0  # seconds later, as it comes
+        full_step(metrics, 2)
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+        full_step(metrics, 3)
+    assert output.getvalue().count("TensorBoard gets no more of metrics.jsonl") == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_tensorboard_directory_that_cannot_be_made_costs_no_record(tmp_path):
+    (tmp_path / "tensorboard").write_text("")
+    metrics, output = open_metrics(tmp_path)
+    with metrics:
+        full_step(metrics, 1)
+    assert "TensorBoard gets no more of metrics.jsonl" in output.getvalue()
+    assert len(read_records(tmp_path / "metrics.jsonl")) == 1

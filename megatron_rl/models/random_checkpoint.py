@@ -61,14 +61,20 @@ def _write_tokenizer(directory: Path, tokens: list[str], *, max_length: int) -> 
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNKNOWN,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
-    ).save_pretrained(str(directory))
+    )
+    try:
+        fast.save_pretrained(str(directory))
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from error  # tokenizers knows no other word for a disk that refuses
 
 
 def _dtype(config: dict[str, Any]) -> str:

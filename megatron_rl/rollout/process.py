@@ -60,11 +60,14 @@ class ServerProcess:
                 self._start(port)
                 self._wait_until_healthy()
                 return
-            except BaseException:
+            except BackendError:
                 self.stop()
                 taken = _PORT_TAKEN.search(self._log())
                 if not taken or settings.port is not None or attempt == START_ATTEMPTS:
                     raise
+            except BaseException:  # an interrupt, or a log file that cannot be opened
+                self.stop()
+                raise
 
     def _start(self, port: int) -> None:
         """The process dies with the thread that starts it (PR_SET_PDEATHSIG), so that thread waits for its end."""

@@ -1,6 +1,12 @@
-"""What a server's log says went wrong."""
+"""What a server's log says went wrong, and when a start is tried again."""
 
-from megatron_rl.rollout.process import server_error
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.errors import BackendError
+from megatron_rl.rollout.options import ServerSettings
+from megatron_rl.rollout.process import START_ATTEMPTS, ServerProcess, server_error
 
 
 def test_the_error_of_a_traceback_is_found_among_other_lines() -> None:
@@ -44,3 +50,21 @@ def test_a_refused_option_is_told_without_the_page_of_usage() -> None:
     log = "usage: sglang serve [--tp N]\n   [--config C]\nsglang serve: error: argument --tp: invalid int value: 'x'\n"
 
     assert server_error(log) == "error: argument --tp: invalid int value: 'x'"
+
+
+@pytest.mark.parametrize(("raised", "starts"), [(BackendError, START_ATTEMPTS), (KeyboardInterrupt, 1)])
+def test_only_a_server_without_its_port_is_started_again(
+    tmp_path: Path, raised: type[BaseException], starts: int
+) -> None:
+    log = tmp_path / "engine-0.log"
+    started = []
+
+    class WithoutPort(ServerProcess):
+        def _start(self, port: int) -> None:
+            started.append(port)
+            log.write_text("ERROR: address already in use")
+            raise raised("it did not start")
+
+    with pytest.raises(raised):
+        WithoutPort(ServerSettings(name="engine-0", model_path="/m", log_path=str(log), device="cpu"))
+    assert len(started) == starts

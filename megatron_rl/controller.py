@@ -56,7 +56,7 @@ def train(config: Config, parts: Parts) -> None:
                 m.log(p.trainer.update(batch))
             with m.time("sync"):
                 m.log(p.weights.push(version=step))
-            if p.prompts.held_out and evaluation_due(config, step):
+            if evaluation_due(config, step):
                 with m.time("evaluate"):
                     m.log(evaluate(config, p, step))
         if p.checkpoint.due(step):  # after the metrics of this step are on disk: a resumed run misses none
@@ -76,7 +76,9 @@ def evaluate(config: Config, parts: Parts, step: int) -> dict[str, float]:
 
 
 def evaluation_due(config: Config, step: int) -> bool:
-    """After the last step, and every `evaluation.every` steps."""
+    """After the last step, and every `evaluation.every` steps, where prompts are held out and an engine answers."""
+    if config.mode != "train" or config.data.held_out == 0:
+        return False
     every = config.evaluation.every
     return step == config.steps or (every > 0 and step % every == 0)
 

@@ -40,6 +40,11 @@ def pool() -> Iterator[cluster.Pool]:
     cluster.stop()
 
 
+def test_an_address_that_ray_does_not_understand_is_refused_with_the_mend() -> None:
+    with pytest.raises(ConfigError, match="cannot connect to cluster.address=here: .*HOST:PORT"):
+        cluster.start(address="here", cpus=1)
+
+
 def call(pool: cluster.Pool, logs: Path, orders: list[str], *, timeout_s: float = 30.0) -> list[str]:
     actors = [pool.spawn(Process, index=i, log=logs / f"trainer-{i}.log") for i in range(len(orders))]
     calls = {f"trainer-{i}": a.do.remote(order) for i, (a, order) in enumerate(zip(actors, orders, strict=True))}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_rl.errors import BackendError, ConfigError
+from megatron_rl.errors import BackendError, ConfigError, DataError
 from megatron_rl.run_directory import LAYOUT
 from megatron_rl.trainer import state
 from megatron_rl.trainer.rank_batch import split
@@ -226,3 +226,13 @@ def test_failing_disk_at_save_is_a_backend_error(limit: int, tmp_path: Path) -> 
     arguments = (directory, config, f"file://{tmp_path}/meeting", str(tmp_path / "checkpoint"), limit)
     with pytest.raises(BackendError, match="Free space there"):
         run_ranks(2, save_on_small_disk, *arguments)
+
+
+def test_a_rank_file_that_was_cut_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "step_000003" / "rank-0.pt"
+    path.parent.mkdir()
+    torch.save({"updates": 3, "reference": torch.zeros(1000)}, path)
+    path.write_bytes(path.read_bytes()[:2000])
+
+    with pytest.raises(DataError, match=r"rank-0\.pt is damaged \(RuntimeError.*Remove the directory .*step_000003:"):
+        state.read(path)

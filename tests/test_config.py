@@ -64,7 +64,6 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path: Path) -> None:
         ("mode=train_only", "replays a file named by samples=PATH"),
         ("data.path=null", "data.source=jsonl needs data.path"),
         ("name=a/b", "names a directory"),
-        ("algorithm.min_lr=1", "algorithm.min_lr=1.0 is above algorithm.lr=[0-9.]+: the schedule only goes down"),
         ("sft.decay=liner", "sft.decay='liner'.*Did you mean 'linear'"),
         ("cluster.address=here", "cluster.address='here' is no address of a Ray cluster.*HOST:PORT"),
         ("cluster.address=host:99999", "cluster.address='host:99999' is no address"),
@@ -80,6 +79,13 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path: Path) -> None:
 def test_a_wrong_value_is_refused_with_the_mend(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config([DEMO, override])
+
+
+def test_a_schedule_that_goes_up_is_refused_with_both_rates() -> None:
+    message = "algorithm.min_lr=1.0 is above algorithm.lr=0.5: the schedule only goes down"
+
+    with pytest.raises(ConfigError, match=message):
+        load_config([DEMO, "algorithm.lr=0.5", "algorithm.min_lr=1"])
 
 
 def test_a_missing_value_is_named() -> None:

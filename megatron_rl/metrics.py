@@ -58,7 +58,7 @@ class Metrics:
 
     def __init__(self, directory: Path, *, name: str, steps: int, console: Console | None = None) -> None:
         """steps: updates of the whole run. console: standard output unless given."""
-        self.directory, self.name = directory, name
+        self.directory, self.name, self.steps = directory, name, steps
         self.path, self.warm_start_path = directory / "metrics.jsonl", directory / "warm_start.jsonl"
         self._progress = Progress(name, steps=steps, console=console or Console())
         self._writers: dict[Path, Any] = {}  # torch's SummaryWriter of each record file written to; None once it failed
@@ -92,7 +92,7 @@ class Metrics:
         """
         with self._record(self.path, step) as current:
             yield current
-        if time.monotonic() - self._drawn_s > _DRAW_EVERY_S:
+        if step == self.steps or time.monotonic() - self._drawn_s > _DRAW_EVERY_S:
             self._draw()
 
     @contextmanager

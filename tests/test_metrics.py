@@ -242,6 +242,13 @@ def test_the_reward_curve_is_a_picture_of_the_whole_run(tmp_path):
     assert (imread(tmp_path / "reward.png") != first).any()
 
 
+def test_the_reward_curve_is_drawn_before_the_summary_names_it(tmp_path):
+    metrics, _ = open_metrics(tmp_path, steps=1)
+    with metrics:
+        full_step(metrics, 1)
+        assert (tmp_path / "reward.png").exists()
+
+
 def test_a_run_without_rewards_draws_no_curve(tmp_path):
     metrics, _ = open_metrics(tmp_path)
     with metrics, metrics.step(1) as m:

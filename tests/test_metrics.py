@@ -341,13 +341,19 @@ def test_clock_shows_hours_minutes_seconds():
     assert clock(3723.4) == "1:02:03"
 
 
+def fill_disk_of(directory):
+    """Every event written from now on meets a full disk. In one move: a thread writes there whenever it likes."""
+    (events,) = directory.iterdir()
+    link = directory.with_name("link")
+    link.symlink_to("/dev/full")
+    os.replace(link, events)
+
+
 def test_a_full_disk_under_tensorboard_is_told_once_and_the_run_goes_on(tmp_path, capfd):
     metrics, output = open_metrics(tmp_path)
     with metrics:
         full_step(metrics, 1)
-        (events,) = (tmp_path / "tensorboard").iterdir()
-        events.unlink()
-        events.symlink_to("/dev/full")
+        fill_disk_of(tmp_path / "tensorboard")
         full_step(metrics, 2)
         full_step(metrics, 3)
     assert output.getvalue().count("TensorBoard gets no more of metrics.jsonl") == 1
@@ -360,9 +366,7 @@ def test_the_writer_thread_of_tensorboard_dies_without_a_traceback(tmp_path, cap
     metrics, output = open_metrics(tmp_path)
     with metrics:
         full_step(metrics, 1)
-        (events,) = (tmp_path / "tensorboard").iterdir()
-        events.unlink()
-        events.symlink_to("/dev/full")
+        fill_disk_of(tmp_path / "tensorboard")
         thread = metrics._writers[metrics.path].file_writer.event_writer._async_writer._worker
         thread._next_flush_time = 0  # seconds later, as it comes
         full_step(metrics, 2)

@@ -6,7 +6,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Row, Table
 from megatron_rl.layouts.terms import Cols, Concat, HfTensor, Rep, Rows
 from megatron_rl.models.family import COMMON, FIXED, Architecture, Family, HfConfig, only_keys, read, rename, rotary
-from megatron_rl.models.rows import decoder, embedding, gated_mlp, head, routed_experts, same
+from megatron_rl.models.rows import decoder, dense_mlp, embedding, gated_mlp, head, routed_experts, router, same
 
 SUPPORTED: dict[str, Any] = {
     "attention_bias": False,
@@ -34,8 +34,9 @@ def table(hf: HfConfig) -> Table:
     """Every tensor of the main model; the multi-token prediction layers after it are not carried."""
     hidden, layers = read(hf, "hidden_size"), read(hf, "num_hidden_layers")
     vocab = read(hf, "vocab_size")
+    dense = dense_mlp(hidden, read(hf, "intermediate_size"))
     first_moe = read(hf, "first_k_dense_replace")
-    rows = [attention(hf) + (moe(hf) if i >= first_moe else dense(hf)) for i in range(layers)]
+    rows = [attention(hf) + (moe(hf) if i >= first_moe else dense) for i in range(layers)]
     return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), head(vocab, hidden)))
 
 
@@ -66,19 +67,11 @@ def attention(hf: HfConfig) -> tuple[Row, ...]:
     )
 
 
-def dense(hf: HfConfig) -> tuple[Row, ...]:
-    """The MLP of one of the first layers; its norm is fused into Megatron's linear_fc1."""
-    hidden = read(hf, "hidden_size")
-    norm = same("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", (hidden,))
-    return (norm, *gated_mlp("mlp.", hidden, read(hf, "intermediate_size")))
-
-
 def moe(hf: HfConfig) -> tuple[Row, ...]:
     """Router, routed experts and shared experts. The correction bias is float32 on every side."""
     hidden, experts, size = read(hf, "hidden_size"), read(hf, "n_routed_experts"), read(hf, "moe_intermediate_size")
     return (
-        same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,)),
-        same("mlp.router.weight", "mlp.gate.weight", (experts, hidden)),
+        *router(experts, hidden),
         same("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", (experts,), dtype="float32"),
         *routed_experts(experts, hidden, size),
         *gated_mlp("mlp.shared_experts.", hidden, size * read(hf, "n_shared_experts")),

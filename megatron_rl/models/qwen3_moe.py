@@ -3,10 +3,9 @@
 from typing import Any
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layouts.table import Row, Table
-from megatron_rl.layouts.terms import Cols, Concat, HfTensor, PerGroup, Rows
+from megatron_rl.layouts.table import Table
 from megatron_rl.models.family import COMMON, FIXED, Architecture, Family, HfConfig, read, rename, rotary
-from megatron_rl.models.rows import decoder, embedding, head, routed_experts, same
+from megatron_rl.models.rows import decoder, embedding, grouped_attention, head, routed_experts, router
 
 SUPPORTED: dict[str, Any] = {
     "attention_bias": False,
@@ -22,41 +21,17 @@ EXPERTS = ("num_experts", "num_local_experts")  # transformers 5 writes the seco
 
 def table(hf: HfConfig) -> Table:
     """Every tensor."""
-    hidden, layers = read(hf, "hidden_size"), read(hf, "num_hidden_layers")
-    vocab = read(hf, "vocab_size")
-    rows = [attention(hf) + moe(hf)] * layers
+    hidden, layers, vocab = read(hf, "hidden_size"), read(hf, "num_hidden_layers"), read(hf, "vocab_size")
+    attention = grouped_attention(
+        hidden,
+        heads=read(hf, "num_attention_heads"),
+        groups=read(hf, "num_key_value_heads"),
+        dim=read(hf, "head_dim"),
+        qk_norm=True,
+    )
+    experts, size = read(hf, *EXPERTS), read(hf, "moe_intermediate_size")
+    rows = [attention + router(experts, hidden) + routed_experts(experts, hidden, size)] * layers
     return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), head(vocab, hidden)))
-
-
-def attention(hf: HfConfig) -> tuple[Row, ...]:
-    """Megatron interleaves q, k and v by key-value head and fuses the norm before them; SGLang stacks them."""
-    hidden, dim = read(hf, "hidden_size"), read(hf, "head_dim")
-    heads, groups = read(hf, "num_attention_heads"), read(hf, "num_key_value_heads")
-    q = HfTensor("self_attn.q_proj.weight", (heads * dim, hidden))
-    k = HfTensor("self_attn.k_proj.weight", (groups * dim, hidden))
-    v = HfTensor("self_attn.v_proj.weight", (groups * dim, hidden))
-    out = Cols(HfTensor("self_attn.o_proj.weight", (hidden, heads * dim)), "tp", unit=dim)
-    kv = (Rows(k, "tp", unit=dim, repeat=True), Rows(v, "tp", unit=dim, repeat=True))
-    return (
-        same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (hidden,)),
-        Row(
-            megatron={"self_attention.linear_qkv.weight": PerGroup((q, k, v), groups, "tp")},
-            sglang={"self_attn.qkv_proj.weight": Concat((Rows(q, "tp", unit=dim), *kv))},
-        ),
-        same("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", (dim,)),
-        same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", (dim,)),
-        Row(megatron={"self_attention.linear_proj.weight": out}, sglang={out.tensor.name: out}),
-    )
-
-
-def moe(hf: HfConfig) -> tuple[Row, ...]:
-    """Router and experts."""
-    hidden, experts = read(hf, "hidden_size"), read(hf, *EXPERTS)
-    return (
-        same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,)),
-        same("mlp.router.weight", "mlp.gate.weight", (experts, hidden)),
-        *routed_experts(experts, hidden, read(hf, "moe_intermediate_size")),
-    )
 
 
 def architecture(hf: HfConfig) -> Architecture:

@@ -1,4 +1,4 @@
-"""Rows that families share: embedding, output layer, norms, gated MLPs and routed experts.
+"""Rows that families share: embedding, output layer, attention, norms, gated MLPs and routed experts.
 
 H hidden, V vocabulary, I intermediate size of an MLP or of one expert, E experts.
 """
@@ -6,7 +6,9 @@ H hidden, V vocabulary, I intermediate size of an MLP or of one expert, E expert
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.layouts.table import Block, Row
-from megatron_rl.layouts.terms import Cols, Concat, Expert, HfTensor, PadVocab, Rep, Rows
+from megatron_rl.layouts.terms import Cols, Concat, Expert, HfTensor, PadVocab, PerGroup, Rep, Rows
+
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
 def embedding(vocab_size: int, hidden_size: int) -> Block:
@@ -39,19 +41,69 @@ def same(megatron: str, hf: str, shape: tuple[int, ...], *, dtype: str | None = 
     return Row(megatron={megatron: whole}, sglang={hf: whole})
 
 
-def gated_mlp(prefix: str, hidden_size: int, intermediate_size: int) -> tuple[Row, ...]:
-    """gate_proj, up_proj [I, H] and down_proj [H, I] of a dense layer or of shared experts; `prefix` is both sides'."""
-    gate, up, down = _gate_up_down(prefix, hidden_size, intermediate_size)
+def grouped_attention(
+    hidden_size: int, *, heads: int, groups: int, dim: int, bias: bool = False, qk_norm: bool = False
+) -> tuple[Row, ...]:
+    """Attention with `groups` key-value heads of `dim` rows each, and the norm before it.
+
+    Megatron interleaves q, k and v by key-value head and fuses the norm before them; SGLang stacks them. `bias` is that
+    of q, k and v; `qk_norm` norms queries and keys, head by head.
+    """
+    sizes = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
+    kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (hidden_size,))] + ([("bias", ())] if bias else [])
+    rows = [same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (hidden_size,))]
+    for kind, columns in kinds:
+        q, k, v = (HfTensor(f"self_attn.{x}_proj.{kind}", (n, *columns)) for x, n in sizes.items())
+        stacked = (Rows(q, "tp", dim), Rows(k, "tp", dim, repeat=True), Rows(v, "tp", dim, repeat=True))
+        megatron = {f"self_attention.linear_qkv.{kind}": PerGroup((q, k, v), groups, "tp")}
+        rows.append(Row(megatron, sglang={f"self_attn.qkv_proj.{kind}": Concat(stacked)}))
+    if qk_norm:
+        rows += [same(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", (dim,)) for x in "qk"]
+    out = Cols(HfTensor("self_attn.o_proj.weight", (hidden_size, heads * dim)), "tp", unit=dim)
+    return (*rows, Row(megatron={"self_attention.linear_proj.weight": out}, sglang={out.tensor.name: out}))
+
+
+def dense_mlp(hidden_size: int, intermediate_size: int) -> tuple[Row, ...]:
+    """The MLP of a layer without experts, and the norm before it, which Megatron fuses into linear_fc1."""
+    norm = same("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", (hidden_size,))
+    return (norm, *gated_mlp("mlp.", hidden_size, intermediate_size))
+
+
+def gated_mlp(prefix: str, hidden_size: int, intermediate_size: int, *, hf: str | None = None) -> tuple[Row, ...]:
+    """gate_proj, up_proj [I, H] and down_proj [H, I] of a dense layer or of shared experts.
+
+    `prefix` is both sides', unless `hf` gives that of the HF names, which SGLang keeps.
+    """
+    hf = prefix if hf is None else hf
+    gate, up, down = _gate_up_down(hf, GATE_UP_DOWN, hidden_size, intermediate_size)
     gate_up = Concat((Rows(gate, "tp"), Rows(up, "tp")))
     return (
-        Row(megatron={f"{prefix}linear_fc1.weight": gate_up}, sglang={f"{prefix}gate_up_proj.weight": gate_up}),
+        Row(megatron={f"{prefix}linear_fc1.weight": gate_up}, sglang={f"{hf}gate_up_proj.weight": gate_up}),
         Row(megatron={f"{prefix}linear_fc2.weight": Cols(down, "tp")}, sglang={down.name: Cols(down, "tp")}),
     )
 
 
-def routed_experts(experts: int, hidden_size: int, intermediate_size: int) -> tuple[Row, ...]:
-    """The experts of a layer: one tensor per expert in Megatron and on disk, all in one tensor in SGLang."""
-    gate, up, down = _gate_up_down("mlp.experts.{expert}.", hidden_size, intermediate_size)
+def router(experts: int, hidden_size: int, *, prefix: str = "mlp.") -> tuple[Row, ...]:
+    """What chooses among the experts of a layer, and the norm before it; `prefix` is that of the HF names."""
+    return (
+        same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden_size,)),
+        same("mlp.router.weight", f"{prefix}gate.weight", (experts, hidden_size)),
+    )
+
+
+def routed_experts(
+    experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    prefix: str = "mlp.",
+    names: tuple[str, str, str] = GATE_UP_DOWN,
+) -> tuple[Row, ...]:
+    """The experts of a layer: one tensor per expert in Megatron and on disk, all in one tensor in SGLang.
+
+    `prefix` and `names` (of gate, up and down) are those of the HF names.
+    """
+    gate, up, down = _gate_up_down(f"{prefix}experts.{{expert}}.", names, hidden_size, intermediate_size)
 
     def gate_up(axis: str) -> Expert:
         return Expert(Concat((Rows(gate, axis), Rows(up, axis))), experts)
@@ -59,18 +111,21 @@ def routed_experts(experts: int, hidden_size: int, intermediate_size: int) -> tu
     return (
         Row(
             megatron={"mlp.experts.linear_fc1.weight{slot}": gate_up("etp")},
-            sglang={"mlp.experts.w13_weight": gate_up("moe_tp")},
+            sglang={f"{prefix}experts.w13_weight": gate_up("moe_tp")},
         ),
         Row(
             megatron={"mlp.experts.linear_fc2.weight{slot}": Expert(Cols(down, "etp"), experts)},
-            sglang={"mlp.experts.w2_weight": Expert(Cols(down, "moe_tp"), experts)},
+            sglang={f"{prefix}experts.w2_weight": Expert(Cols(down, "moe_tp"), experts)},
         ),
     )
 
 
-def _gate_up_down(prefix: str, hidden_size: int, intermediate_size: int) -> tuple[HfTensor, HfTensor, HfTensor]:
+def _gate_up_down(
+    prefix: str, names: tuple[str, str, str], hidden_size: int, intermediate_size: int
+) -> tuple[HfTensor, HfTensor, HfTensor]:
+    gate, up, down = (f"{prefix}{name}.weight" for name in names)
     return (
-        HfTensor(f"{prefix}gate_proj.weight", (intermediate_size, hidden_size)),
-        HfTensor(f"{prefix}up_proj.weight", (intermediate_size, hidden_size)),
-        HfTensor(f"{prefix}down_proj.weight", (hidden_size, intermediate_size)),
+        HfTensor(gate, (intermediate_size, hidden_size)),
+        HfTensor(up, (intermediate_size, hidden_size)),
+        HfTensor(down, (hidden_size, intermediate_size)),
     )

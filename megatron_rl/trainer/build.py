@@ -125,22 +125,28 @@ def build_chunks(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, bucket_size=None
     )
     for i in range(vpp or 1):
-        stage = None if vpp is None else i
-        place = {} if vpp is None else {"ignore_virtual": False, "vp_stage": i}
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage),
-            vocab_size=topology.padded_vocab(model.vocab_size),
-            max_sequence_length=model.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(**place),
-            post_process=parallel_state.is_pipeline_last_stage(**place),
-            parallel_output=True,
-            share_embeddings_and_output_weights=model.tied,
-            position_embedding_type="rope",
-            rotary_base=model.rotary_base,
-            vp_stage=stage,
-        )
+        chunk = build_chunk(model, config, topology, vp_stage=None if vpp is None else i)
         chunk.cuda()
         chunks.append(DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0))
     config.finalize_model_grads_func = finalize_model_grads
     return chunks
+
+
+def build_chunk(
+    model: Architecture, config: TransformerConfig, topology: MegatronTopology, *, vp_stage: int | None
+) -> GPTModel:
+    """One virtual pipeline chunk of this rank's model, without DDP. Weights are not set."""
+    place = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage),
+        vocab_size=topology.padded_vocab(model.vocab_size),
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type="rope",
+        rotary_base=model.rotary_base,
+        vp_stage=vp_stage,
+    )

@@ -54,6 +54,25 @@ TINY: dict[str, dict[str, Any]] = {
         "initializer_range": 0.05,
         "dtype": "bfloat16",
     },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 72,
+        "intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1024,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.05,
+        "dtype": "bfloat16",
+    },
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -81,7 +100,21 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 
+GRID = ("deepseek_v3", "qwen3_moe")
+"""Families that tests run over every layout and every server; the others, where they differ from these."""
+
 FULL_SIZE: dict[str, dict[str, Any]] = {
+    "mixtral_8x22b": TINY["mixtral"]
+    | {
+        "hidden_size": 6144,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 56,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 65536,
+        "vocab_size": 32000,
+    },
     "deepseek_v3": TINY["deepseek_v3"]
     | {
         "hidden_size": 7168,
@@ -115,4 +148,4 @@ FULL_SIZE: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     },
 }
-"""DeepSeek-V3 (671B) and Qwen3-30B-A3B, for tests that only count."""
+"""Published configs, as far as tables read them: for tests that only count."""

@@ -5,7 +5,18 @@ from typing import Any
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Row, Table
 from megatron_rl.layouts.terms import Cols, Concat, HfTensor, Rep, Rows
-from megatron_rl.models.family import COMMON, FIXED, Architecture, Family, HfConfig, only_keys, read, rename, rotary
+from megatron_rl.models.family import (
+    COMMON,
+    EXPERTS,
+    FIXED,
+    Architecture,
+    Family,
+    HfConfig,
+    only_keys,
+    read,
+    rename,
+    rotary,
+)
 from megatron_rl.models.rows import decoder, dense_mlp, embedding, gated_mlp, head, routed_experts, router, same
 
 SUPPORTED: dict[str, Any] = {
@@ -84,7 +95,8 @@ def architecture(hf: HfConfig) -> Architecture:
     layers, first = read(hf, "num_hidden_layers"), read(hf, "first_k_dense_replace")
     config = {
         **FIXED,
-        **rename(hf, COMMON | NAMES),
+        **rename(hf, COMMON | EXPERTS | NAMES),
+        "qk_layernorm": True,
         "moe_layer_freq": [int(i >= first) for i in range(layers)],
         "moe_shared_expert_intermediate_size": read(hf, "moe_intermediate_size") * read(hf, "n_shared_experts"),
         "moe_router_score_function": "sigmoid",

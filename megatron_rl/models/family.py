@@ -15,11 +15,10 @@ COMMON = {
     "num_attention_heads": "num_attention_heads",
     "ffn_hidden_size": "intermediate_size",
     "layernorm_epsilon": "rms_norm_eps",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-    "moe_router_topk": "num_experts_per_tok",
 }
-"""megatron-core's name of an HF key, for `rename`."""
-FIXED = {"normalization": "RMSNorm", "gated_linear_unit": True, "qk_layernorm": True, "add_bias_linear": False}
+EXPERTS = {"moe_ffn_hidden_size": "moe_intermediate_size", "moe_router_topk": "num_experts_per_tok"}
+"""megatron-core's names of HF keys, for `rename`."""
+FIXED = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
 """What the families here have in common without saying it in config.json."""
 
 
@@ -87,6 +86,29 @@ def rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None]:
     if base is None:
         raise ConfigError("config.json gives no rope_theta: positions cannot be encoded. Add it.")
     return float(base), None if kind == "default" else {**scaling, "rope_type": kind}
+
+
+def unscaled_rotary(hf: HfConfig) -> float:
+    """The base of plain rotary embedding. Raises: ConfigError when positions are scaled."""
+    base, scaling = rotary(hf)
+    if scaling is not None:
+        raise ConfigError(
+            f"config.json scales positions ({scaling}), which is not supported here. Remove rope_scaling."
+        )
+    return base
+
+
+def head_dim(hf: HfConfig) -> int:
+    """Rows of one attention head: `head_dim`, or an equal share of the hidden size."""
+    if hf.get("head_dim") is not None:
+        return int(read(hf, "head_dim"))
+    hidden, heads = read(hf, "hidden_size"), read(hf, "num_attention_heads")
+    if hidden % heads:
+        raise ConfigError(
+            f"config.json has no head_dim, and hidden_size={hidden} is no multiple of num_attention_heads={heads}: "
+            "the size of a head is unknown. Add head_dim."
+        )
+    return int(hidden // heads)
 
 
 def only_keys(scaling: dict[str, Any], keys: Iterable[str]) -> None:

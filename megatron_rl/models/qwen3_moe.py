@@ -2,9 +2,18 @@
 
 from typing import Any
 
-from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Table
-from megatron_rl.models.family import COMMON, FIXED, Architecture, Family, HfConfig, read, rename, rotary
+from megatron_rl.models.family import (
+    COMMON,
+    EXPERTS,
+    FIXED,
+    Architecture,
+    Family,
+    HfConfig,
+    read,
+    rename,
+    unscaled_rotary,
+)
 from megatron_rl.models.rows import decoder, embedding, grouped_attention, head, routed_experts, router
 
 SUPPORTED: dict[str, Any] = {
@@ -16,7 +25,7 @@ SUPPORTED: dict[str, Any] = {
     "use_sliding_window": False,
 }
 NAMES = {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}
-EXPERTS = ("num_experts", "num_local_experts")  # transformers 5 writes the second
+COUNT = ("num_experts", "num_local_experts")  # transformers 5 writes the second
 
 
 def table(hf: HfConfig) -> Table:
@@ -29,22 +38,18 @@ def table(hf: HfConfig) -> Table:
         dim=read(hf, "head_dim"),
         qk_norm=True,
     )
-    experts, size = read(hf, *EXPERTS), read(hf, "moe_intermediate_size")
+    experts, size = read(hf, *COUNT), read(hf, "moe_intermediate_size")
     rows = [attention + router(experts, hidden) + routed_experts(experts, hidden, size)] * layers
     return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), head(vocab, hidden)))
 
 
 def architecture(hf: HfConfig) -> Architecture:
     """The model in megatron-core's words."""
-    base, scaling = rotary(hf)
-    if scaling is not None:
-        raise ConfigError(
-            f"config.json scales positions ({scaling}), which is not supported here. Remove rope_scaling."
-        )
     config = {
         **FIXED,
-        **rename(hf, COMMON | NAMES),
-        "num_moe_experts": read(hf, *EXPERTS),
+        **rename(hf, COMMON | EXPERTS | NAMES),
+        "qk_layernorm": True,
+        "num_moe_experts": read(hf, *COUNT),
         "moe_router_score_function": "softmax",
         # Softmax after the choice is softmax before it, divided by the sum over the chosen.
         "moe_router_pre_softmax": not read(hf, "norm_topk_prob"),
@@ -53,7 +58,7 @@ def architecture(hf: HfConfig) -> Architecture:
         mla=False,
         megatron=config,
         vocab_size=read(hf, "vocab_size"),
-        rotary_base=base,
+        rotary_base=unscaled_rotary(hf),
         max_position_embeddings=read(hf, "max_position_embeddings"),
     )
 

@@ -11,6 +11,9 @@ import numpy as np
 from megatron_rl.layouts.boxes import TensorLayout
 
 Arrays = dict[str, np.ndarray]
+EXPERTS = {"mixtral": ("block_sparse_moe.", ("w1", "w3", "w2"))}
+"""Prefix of a layer's router and experts, and the experts' names of gate, up and down, where they are not the usual."""
+USUAL = ("mlp.", ("gate_proj", "up_proj", "down_proj"))
 
 
 def whole_model(hf: dict[str, Any], *, vocab: int) -> Arrays:
@@ -33,13 +36,25 @@ def whole_model(hf: dict[str, Any], *, vocab: int) -> Arrays:
     return model
 
 
+def is_grouped(hf: dict[str, Any]) -> bool:
+    """Not latent attention."""
+    return "kv_lora_rank" not in hf
+
+
+def head_dim(hf: dict[str, Any]) -> int:
+    """Rows of a head."""
+    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+
+
 def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names below a layer's prefix."""
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
-    if hf["model_type"] == "qwen3_moe":
-        dim, groups = hf["head_dim"], hf["num_key_value_heads"]
+    if is_grouped(hf):
+        dim, groups = head_dim(hf), hf["num_key_value_heads"]
         sizes = {"q_proj": (heads * dim, hidden), "k_proj": (groups * dim, hidden), "v_proj": (groups * dim, hidden)}
-        sizes |= {"o_proj": (hidden, heads * dim), "q_norm": (dim,), "k_norm": (dim,)}
+        sizes |= {"o_proj": (hidden, heads * dim)}
+        if hf["model_type"] == "qwen3_moe":
+            sizes |= {"q_norm": (dim,), "k_norm": (dim,)}
     else:
         nope, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
         q_rank, kv_rank = hf["q_lora_rank"], hf["kv_lora_rank"]
@@ -51,23 +66,24 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def mlp_shapes(hf: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     """Names below a layer's prefix."""
-    hidden, size = hf["hidden_size"], hf["moe_intermediate_size"]
+    hidden = hf["hidden_size"]
     if layer < hf.get("first_k_dense_replace", 0):
         return _gated("mlp.", hidden, hf["intermediate_size"])
-    experts = hf.get("n_routed_experts") or hf["num_experts"]
-    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts, hidden)}
+    size = hf.get("moe_intermediate_size", hf["intermediate_size"])
+    experts = next(hf[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in hf)
+    prefix, names = EXPERTS.get(hf["model_type"], USUAL)
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}gate.weight": (experts, hidden)}
     if hf["model_type"] == "deepseek_v3":
         shapes["mlp.gate.e_score_correction_bias"] = (experts,)
         shapes |= _gated("mlp.shared_experts.", hidden, size * hf["n_shared_experts"])
     for e in range(experts):
-        shapes |= _gated(f"mlp.experts.{e}.", hidden, size)
+        shapes |= _gated(f"{prefix}experts.{e}.", hidden, size, names)
     return shapes
 
 
-def _gated(prefix: str, hidden: int, size: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}{n}_proj.weight": (hidden, size) if n == "down" else (size, hidden) for n in ("gate", "up", "down")
-    }
+def _gated(prefix: str, hidden: int, size: int, names: tuple[str, str, str] = USUAL[1]) -> dict[str, tuple[int, ...]]:
+    shapes = ((size, hidden), (size, hidden), (hidden, size))
+    return {f"{prefix}{name}.weight": shape for name, shape in zip(names, shapes, strict=True)}
 
 
 def cut(array: np.ndarray, ranks: int, rank: int, axis: int = 0) -> np.ndarray:
@@ -80,9 +96,9 @@ def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
     return np.concatenate([array, np.full((rows - len(array), *array.shape[1:]), -1)])
 
 
-def gate_up(model: Arrays, prefix: str, ranks: int, rank: int) -> np.ndarray:
+def gate_up(model: Arrays, prefix: str, ranks: int, rank: int, names: tuple[str, str, str] = USUAL[1]) -> np.ndarray:
     """[gate share; up share]."""
-    return np.concatenate([cut(model[f"{prefix}{n}_proj.weight"], ranks, rank) for n in ("gate", "up")])
+    return np.concatenate([cut(model[f"{prefix}{n}.weight"], ranks, rank) for n in names[:2]])
 
 
 def megatron_layer(
@@ -92,15 +108,16 @@ def megatron_layer(
     at = f"model.layers.{layer}."
     x = {name.removeprefix(at): value for name, value in model.items() if name.startswith(at)}
     out = {"self_attention.linear_proj.weight": cut(x["self_attn.o_proj.weight"], *tp, axis=1)}
-    if hf["model_type"] == "qwen3_moe":
-        groups, dim = hf["num_key_value_heads"], hf["head_dim"]
+    if is_grouped(hf):
+        groups, dim = hf["num_key_value_heads"], head_dim(hf)
         by_group = [x[f"self_attn.{n}_proj.weight"].reshape(groups, -1, hf["hidden_size"]) for n in "qkv"]
         qkv = np.concatenate(by_group, axis=1)
         assert qkv.shape[1] == (hf["num_attention_heads"] // groups + 2) * dim
         out["self_attention.linear_qkv.weight"] = cut(qkv.reshape(-1, hf["hidden_size"]), *tp)
         out["self_attention.linear_qkv.layer_norm_weight"] = x["input_layernorm.weight"]
-        out["self_attention.q_layernorm.weight"] = x["self_attn.q_norm.weight"]
-        out["self_attention.k_layernorm.weight"] = x["self_attn.k_norm.weight"]
+        for n in "qk":
+            if f"self_attn.{n}_norm.weight" in x:
+                out[f"self_attention.{n}_layernorm.weight"] = x[f"self_attn.{n}_norm.weight"]
     else:
         out["input_layernorm.weight"] = x["input_layernorm.weight"]
         for short, name in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
@@ -108,20 +125,22 @@ def megatron_layer(
             out[f"self_attention.linear_{short}_up_proj.weight"] = cut(x[f"self_attn.{short}_b_proj.weight"], *tp)
             norm = x[f"self_attn.{short}_a_layernorm.weight"]
             out[f"self_attention.linear_{short}_up_proj.layer_norm_weight"] = norm
-    if "mlp.gate.weight" not in x:
+    prefix, names = EXPERTS.get(hf["model_type"], USUAL)
+    if f"{prefix}gate.weight" not in x:
         out["mlp.linear_fc1.layer_norm_weight"] = x["post_attention_layernorm.weight"]
         out["mlp.linear_fc1.weight"] = gate_up(x, "mlp.", *tp)
         out["mlp.linear_fc2.weight"] = cut(x["mlp.down_proj.weight"], *tp, axis=1)
         return out
     out["pre_mlp_layernorm.weight"] = x["post_attention_layernorm.weight"]
-    out["mlp.router.weight"] = x["mlp.gate.weight"]
+    out["mlp.router.weight"] = x[f"{prefix}gate.weight"]
     if hf["model_type"] == "deepseek_v3":
         out["mlp.router.expert_bias"] = x["mlp.gate.e_score_correction_bias"]
         out["mlp.shared_experts.linear_fc1.weight"] = gate_up(x, "mlp.shared_experts.", *tp)
         out["mlp.shared_experts.linear_fc2.weight"] = cut(x["mlp.shared_experts.down_proj.weight"], *tp, axis=1)
-    for slot, e in enumerate(cut(np.arange(len(x["mlp.gate.weight"])), *ep)):
-        out[f"mlp.experts.linear_fc1.weight{slot}"] = gate_up(x, f"mlp.experts.{e}.", *etp)
-        out[f"mlp.experts.linear_fc2.weight{slot}"] = cut(x[f"mlp.experts.{e}.down_proj.weight"], *etp, axis=1)
+    for slot, e in enumerate(cut(np.arange(len(x[f"{prefix}gate.weight"])), *ep)):
+        expert = f"{prefix}experts.{e}."
+        out[f"mlp.experts.linear_fc1.weight{slot}"] = gate_up(x, expert, *etp, names)
+        out[f"mlp.experts.linear_fc2.weight{slot}"] = cut(x[f"{expert}{names[2]}.weight"], *etp, axis=1)
     return out
 
 
@@ -135,9 +154,10 @@ def sglang_rank(
     for i in range(hf["num_hidden_layers"]):
         at = f"model.layers.{i}."
         x = {name.removeprefix(at): value for name, value in model.items() if name.startswith(at)}
-        y = {name: value for name, value in x.items() if value.ndim == 1 or name == "mlp.gate.weight"}
+        moe, names = EXPERTS.get(hf["model_type"], USUAL)
+        y = {name: value for name, value in x.items() if value.ndim == 1 or name == f"{moe}gate.weight"}
         y["self_attn.o_proj.weight"] = cut(x["self_attn.o_proj.weight"], *tp, axis=1)
-        if hf["model_type"] == "qwen3_moe":
+        if is_grouped(hf):
             y["self_attn.qkv_proj.weight"] = _qkv(hf, x, *tp)
         else:
             fused = [x[f"self_attn.{n}.weight"] for n in ("q_a_proj", "kv_a_proj_with_mqa")]
@@ -148,18 +168,18 @@ def sglang_rank(
             if f"{prefix}gate_proj.weight" in x:
                 y[f"{prefix}gate_up_proj.weight"] = gate_up(x, prefix, *tp)
                 y[f"{prefix}down_proj.weight"] = cut(x[f"{prefix}down_proj.weight"], *tp, axis=1)
-        if "mlp.gate.weight" in x:
-            mine = cut(np.arange(len(x["mlp.gate.weight"])), *ep)
-            y["mlp.experts.w13_weight"] = np.stack([gate_up(x, f"mlp.experts.{e}.", *moe_tp) for e in mine])
-            down = [cut(x[f"mlp.experts.{e}.down_proj.weight"], *moe_tp, axis=1) for e in mine]
-            y["mlp.experts.w2_weight"] = np.stack(down)
+        if f"{moe}gate.weight" in x:
+            mine = [f"{moe}experts.{e}." for e in cut(np.arange(len(x[f"{moe}gate.weight"])), *ep)]
+            y[f"{moe}experts.w13_weight"] = np.stack([gate_up(x, expert, *moe_tp, names) for expert in mine])
+            down = [cut(x[f"{expert}{names[2]}.weight"], *moe_tp, axis=1) for expert in mine]
+            y[f"{moe}experts.w2_weight"] = np.stack(down)
         out |= {at + name: value for name, value in y.items()}
     return out
 
 
 def _qkv(hf: dict[str, Any], x: Arrays, ranks: int, rank: int) -> np.ndarray:
     """[q; k; v]; when there are more ranks than key-value heads, each head is on several neighbouring ranks."""
-    groups, dim = hf["num_key_value_heads"], hf["head_dim"]
+    groups, dim = hf["num_key_value_heads"], head_dim(hf)
     head_of = np.arange(ranks) * groups // ranks if ranks > groups else None
     parts = [cut(x["self_attn.q_proj.weight"], ranks, rank)]
     for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):

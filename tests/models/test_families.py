@@ -13,6 +13,7 @@ from tests.tiny import FULL_SIZE, TINY
 
 DEEPSEEK = {**TINY["deepseek_v3"], "vocab_size": 61}
 QWEN = {**TINY["qwen3_moe"], "vocab_size": 61}
+MIXTRAL = {**TINY["mixtral"], "vocab_size": 61}
 YARN = DEEPSEEK["rope_scaling"]
 
 
@@ -26,13 +27,17 @@ def count(hf: dict[str, Any]) -> int:
     return total
 
 
-def test_deepseek_v3_has_the_671_billion_parameters_of_its_report() -> None:
-    # 671,026,404,352 weights in the main model's tensors, and a correction bias for each of 256 experts of 58 layers.
-    assert count(FULL_SIZE["deepseek_v3"]) == 671_026_404_352 + 256 * 58
-
-
-def test_qwen3_30b_a3b_has_its_30_532_122_624_parameters() -> None:
-    assert count(FULL_SIZE["qwen3_moe"]) == 30_532_122_624
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        # The main model's weights, and a correction bias for each of 256 experts of 58 layers.
+        ("deepseek_v3", 671_026_404_352 + 256 * 58),
+        ("mixtral_8x22b", 140_620_634_112),
+        ("qwen3_moe", 30_532_122_624),
+    ],
+)
+def test_a_published_model_has_the_parameters_of_its_report(model: str, parameters: int) -> None:
+    assert count(FULL_SIZE[model]) == parameters
 
 
 @pytest.mark.parametrize("family", sorted(TINY))
@@ -49,11 +54,11 @@ def test_a_checkpoint_that_transformers_writes_has_exactly_our_tensors(family: s
     assert load_architecture(hf).megatron == load_architecture({**TINY[family], "vocab_size": 61}).megatron
 
 
-@pytest.mark.parametrize("hf", [DEEPSEEK, QWEN], ids=["deepseek_v3", "qwen3_moe"])
-def test_megatron_core_takes_the_config_as_it_is(hf: dict[str, Any]) -> None:
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_megatron_core_takes_the_config_as_it_is(family: str) -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    model = load_architecture(hf)
+    model = load_architecture({**TINY[family], "vocab_size": 61})
     config = (MLATransformerConfig if model.mla else TransformerConfig)(**model.megatron)
     assert {name: getattr(config, name) for name in model.megatron} == model.megatron
 
@@ -95,7 +100,7 @@ def test_probabilities_that_are_not_renormalized_take_softmax_first() -> None:
 @pytest.mark.parametrize(
     ("hf", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, r"'LlamaForCausalLM'.* Known: DeepseekV3ForCausalLM, Qwen3MoeFor"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"'LlamaForCausalLM'.* Known: DeepseekV3ForCausalLM, .*Qwen3MoeFor"),
         ({}, r"Architecture '\(none\)'"),
         ({**DEEPSEEK, "quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\).*Convert it first"),
         ({**QWEN, "tie_word_embeddings": True}, r"tie_word_embeddings=True; for Qwen3MoeForCausalLM only False"),
@@ -116,6 +121,9 @@ def test_a_model_we_cannot_carry_is_refused(hf: dict[str, Any], message: str) ->
         ({**DEEPSEEK, "rope_scaling": {**YARN, "type": "longrope"}}, r"rope_type='longrope' is not supported"),
         ({**QWEN, "rope_scaling": YARN}, r"Remove rope_scaling"),
         ({k: v for k, v in QWEN.items() if k != "rope_theta"}, r"no rope_theta"),
+        ({**MIXTRAL, "sliding_window": 1023}, r"sliding_window=1023: neither"),
+        ({**MIXTRAL, "head_dim": 8}, r"head_dim=8: SGLang's Mixtral takes hidden_size / num_attention_heads"),
+        ({**MIXTRAL, "hidden_size": 70}, r"hidden_size=70 is no multiple of num_attention_heads=12.* Add head_dim"),
     ],
 )
 def test_a_model_that_megatron_would_compute_otherwise_is_refused(hf: dict[str, Any], message: str) -> None:

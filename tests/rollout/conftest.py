@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.rollout.server import Server
 from tests.rollout.servers import checkpoint, running
-from tests.tiny import TINY
+from tests.tiny import GRID
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Engines:
     servers: dict[int, Server]
 
 
-@pytest.fixture(scope="package", params=TINY)
+@pytest.fixture(scope="package", params=GRID)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Both servers of one family; tests leave them with the weights that they loaded from `path`."""
     directory = tmp_path_factory.mktemp("engines")

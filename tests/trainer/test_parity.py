@@ -14,7 +14,7 @@ from megatron_rl.resharding.execute import copy_view
 from megatron_rl.trainer import step
 from megatron_rl.trainer.rank_batch import micro_batches, split
 from megatron_rl.types import Rollouts
-from tests.tiny import TINY
+from tests.tiny import GRID, TINY
 from tests.trainer.ranks import run_ranks
 from tests.trainer.setup import gradients_of, make_batch, make_config, make_rollouts, start, write_checkpoint
 
@@ -123,6 +123,9 @@ def rollouts_from_one() -> Rollouts:
     return make_rollouts(LENGTHS, [1] * len(LENGTHS))
 
 
+CASES = [(family, name) for family in GRID for name in LAYOUTS]
+
+
 @pytest.fixture(scope="module", params=list(TINY))
 def one_rank(request: Any, tmp_path_factory: Any) -> Any:
     """(checkpoint, logits, gradients by HF name, metrics) of one rank."""
@@ -134,7 +137,7 @@ def one_rank(request: Any, tmp_path_factory: Any) -> Any:
     return directory, joined_logits(results, batch), assemble(to_hf(gradients, layouts)), metrics
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("one_rank", "name"), CASES, indirect=["one_rank"])
 def test_layout_has_the_logits_and_gradients_of_one_rank(one_rank: Any, name: str, tmp_path: Path) -> None:
     directory, logits, gradients, metrics = one_rank
     world_size, parallel = LAYOUTS[name]
@@ -159,6 +162,7 @@ def test_layout_has_the_logits_and_gradients_of_one_rank(one_rank: Any, name: st
 
 def test_one_rank_has_the_logits_and_gradients_of_transformers(one_rank: Any) -> None:
     import transformers
+    from transformers.core_model_loading import revert_weight_conversion
 
     directory, logits, gradients, _ = one_rank
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -178,25 +182,8 @@ def test_one_rank_has_the_logits_and_gradients_of_transformers(one_rank: Any) ->
 
     expected_NV = torch.cat(expected)
     assert float((logits[:, : expected_NV.shape[1]] - expected_NV).abs().max()) <= 1e-5
-    checked = 0
-    for name, parameter in model.named_parameters():
-        for hf, want in as_on_disk(name, parameter.grad).items():
-            assert_close(gradients[hf], want, 2e-5, hf)  # transformers sums experts and attention otherwise
-            checked += 1
-    assert checked == len(gradients)
-
-
-def as_on_disk(name: str, value: Tensor) -> dict[str, Tensor]:
-    """transformers keeps experts fused in memory, [E, gate and up, H] and [E, H, M]; the checkpoint has one of each."""
-    head, fused, tail = name.partition(".experts.gate_up_proj")
-    if fused:
-        halves = {"gate_proj": 0, "up_proj": 1}
-        return {
-            f"{head}.experts.{e}.{part}.weight": value[e].chunk(2)[half]
-            for e in range(len(value))
-            for part, half in halves.items()
-        }
-    head, fused, tail = name.partition(".experts.down_proj")
-    if fused:
-        return {f"{head}.experts.{e}.down_proj.weight": value[e] for e in range(len(value))}
-    return {name: value}
+    # transformers keeps experts fused in memory, and writes one tensor for each.
+    wanted = revert_weight_conversion(model, {name: p.grad for name, p in model.named_parameters()})
+    assert wanted.keys() == gradients.keys()
+    for name, want in wanted.items():
+        assert_close(gradients[name], want, 2e-5, name)  # transformers sums experts and attention otherwise

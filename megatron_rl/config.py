@@ -261,6 +261,24 @@ class RolloutConfig:
 
 
 @dataclass
+class WeightsConfig:
+    """How weights travel from the trainer to the engines. Buckets are always checked on arrival."""
+
+    verify: bool = False
+    """Also compare every element of the engines' parameters, after the load, with what the trainer sent."""
+    verify_every: int = 1
+    """With verify: weight versions (steps) that this divides."""
+
+    def __post_init__(self) -> None:
+        _at_least("weights.verify_every", self.verify_every, 1)
+        if self.verify_every > 1 and not self.verify:
+            raise ConfigError(
+                f"weights.verify_every={self.verify_every} with weights.verify=false compares nothing. "
+                "Set weights.verify=true, or leave verify_every out."
+            )
+
+
+@dataclass
 class SftConfig(OptimizerConfig):
     """Supervised training on the data's own answers: a warm start before RL, or the whole run with mode=sft."""
 
@@ -344,6 +362,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -171,6 +171,29 @@ class Receiver:
             copy_boxes(self._destinations[bucket.src_rank], self._views[bucket.path][0])
         return sum(self._views[bucket.path][1] for bucket in buckets)
 
+    def verify(self, buckets: Sequence[Bucket]) -> None:
+        """Compare every element of the parameters with the buckets that `load` wrote them from.
+
+        Sees what was overwritten since: by a second name of the same storage, by a hook of the engine, by bad memory.
+        Raises: SyncError naming tensor, ranks and the first element that differs.
+        """
+        for bucket in buckets:
+            src = bucket.src_rank
+            sent = self._views[bucket.path][0]
+            for copy, held, want in zip(self._copies[src], self._destinations[src], sent, strict=True):
+                # As bytes: NaN equals itself there, and 0.0 is not -0.0.
+                differs = held.contiguous().view(torch.uint8) != want.view(torch.uint8)
+                if differs.any():
+                    first = int(differs.flatten().nonzero()[0]) // want.element_size()
+                    at = [int(i) for i in torch.unravel_index(torch.tensor(first), want.shape)]
+                    lead = len(copy.dst_offset) - len(at)
+                    where = [*copy.dst_offset[:lead], *(a + i for a, i in zip(copy.dst_offset[lead:], at, strict=True))]
+                    raise SyncError(
+                        f"engine rank {self.rank}: {copy.dst}{where} is {held[tuple(at)].item()} after the load, and "
+                        f"trainer rank {src} sent {want[tuple(at)].item()} from {copy.src}: something wrote over it. "
+                        "Switch off what changes weights in the engine (rollout.sglang), or test the machine's memory."
+                    )
+
     def _attach(self, buckets: Sequence[Bucket]) -> None:
         """Map what is new; drop what no longer takes part, such as buckets of a trainer that was restarted."""
         paths = {b.path for b in buckets}

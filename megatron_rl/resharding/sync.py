@@ -26,8 +26,8 @@ class WeightReceiver(Protocol):
         """Stop generating on every engine."""
         ...
 
-    def load_weights(self, spec: SyncSpec, buckets: Sequence[Bucket]) -> list[list[LoadReport]]:
-        """Every engine replaces its weights; [engine][rank]."""
+    def load_weights(self, spec: SyncSpec, buckets: Sequence[Bucket], *, verify: bool) -> list[list[LoadReport]]:
+        """Every engine replaces its weights, and with `verify` compares them with what was sent; [engine][rank]."""
         ...
 
     def commit(self, version: int) -> None:
@@ -38,10 +38,12 @@ class WeightReceiver(Protocol):
 class EngineSync:
     """Satisfies `protocols.WeightSync`."""
 
-    def __init__(self, sender: WeightSender, receiver: WeightReceiver, spec: SyncSpec):
+    def __init__(self, sender: WeightSender, receiver: WeightReceiver, spec: SyncSpec, *, verify_every: int = 0):
+        """verify_every: versions that it divides are compared element by element after the load; 0 compares none."""
         self._sender = sender
         self._receiver = receiver
         self._spec = spec
+        self._verify_every = verify_every
 
     def push(self, *, version: int) -> dict[str, float]:
         """Pause, pack, load and verify on every rank of every engine; only then commit `version` and generate again.
@@ -53,7 +55,9 @@ class EngineSync:
         times.append(time.perf_counter())
         buckets = self._sender.send_weights(self._spec)
         times.append(time.perf_counter())
-        reports = [r for engine in self._receiver.load_weights(self._spec, buckets) for r in engine]
+        verify = self._verify_every > 0 and version % self._verify_every == 0
+        engines = self._receiver.load_weights(self._spec, buckets, verify=verify)
+        reports = [report for engine in engines for report in engine]
         times.append(time.perf_counter())
         received, needed = sum(r.received_bytes for r in reports), sum(r.needed_bytes for r in reports)
         if received != needed:

@@ -87,9 +87,9 @@ class Fleet:
         """Stop generating on every engine."""
         self._call("pause", what="Pausing the engines")
 
-    def load_weights(self, spec: SyncSpec, buckets: Sequence[Bucket]) -> list[list[LoadReport]]:
+    def load_weights(self, spec: SyncSpec, buckets: Sequence[Bucket], *, verify: bool) -> list[list[LoadReport]]:
         """Every engine replaces its weights; [engine][rank]. Raises: SyncError naming engine and rank."""
-        return self._call("load_weights", spec, buckets, what="Loading weights into the engines")
+        return self._call("load_weights", spec, buckets, verify=verify, what="Loading weights into the engines")
 
     def commit(self, version: int) -> None:
         """Every engine takes the version and generates again."""
@@ -154,8 +154,10 @@ class Fleet:
                 "was restarted or updated behind the fleet's back. Resume with the same command."
             )
 
-    def _call(self, method: str, *args: Any, what: str, timeout_s: float = CONTROL_TIMEOUT_S) -> list[Any]:
-        calls = {name: getattr(server, method).remote(*args) for name, server in self._servers.items()}
+    def _call(
+        self, method: str, *args: Any, what: str, timeout_s: float = CONTROL_TIMEOUT_S, **options: Any
+    ) -> list[Any]:
+        calls = {name: getattr(server, method).remote(*args, **options) for name, server in self._servers.items()}
         return gather(calls, what=what, timeout_s=timeout_s, logs=self._logs)
 
 

@@ -1,7 +1,7 @@
 """Runs inside SGLang's scheduler processes: takes a new version of the weights out of shared memory.
 
-A message is JSON: {"spec", "buckets": [one list per engine rank]}. `spec` is there when it changed. Errors go back to
-the caller, by rank, and the server lives on: paused, until a push succeeds.
+A message is JSON: {"spec", "buckets": [one list per engine rank], "verify"}. `spec` is there when it changed. Errors go
+back to the caller, by rank, and the server lives on: paused, until a push succeeds.
 """
 
 import json
@@ -35,10 +35,13 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     if "receiver" not in state:
         raise SyncError(f"engine rank {rank} has no plan yet: the first message to a server must carry the spec.")
     receiver: Receiver = state["receiver"]
-    received = receiver.load([Bucket(**b) for b in message["buckets"][rank]])
+    buckets = [Bucket(**b) for b in message["buckets"][rank]]
+    received = receiver.load(buckets)
     if hasattr(model, "post_load_weights"):
         # MLA attends with matrices derived from kv_b_proj; SGLang does not refresh them after a custom loader.
         model.post_load_weights()  # type: ignore[operator]
+    if message["verify"]:
+        receiver.verify(buckets)
     state["report"] = asdict(LoadReport(received, receiver.needed_bytes))
 
 

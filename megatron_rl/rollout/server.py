@@ -108,14 +108,17 @@ class Server:
         """Stop generating; running requests wait and lose their cached keys and values."""
         self._post("/pause_generation", {"mode": "retract"})
 
-    def load_weights(self, spec: SyncSpec, buckets: Sequence[Bucket]) -> list[LoadReport]:
+    def load_weights(self, spec: SyncSpec, buckets: Sequence[Bucket], *, verify: bool = False) -> list[LoadReport]:
         """Replace every weight by what lies in `buckets`; the server must be paused. One report per rank.
+
+        verify: compare every element afterwards with what was sent.
 
         Raises: SyncError naming the engine rank; the server then generates no more until a load has succeeded.
         """
         message = {
             "spec": None if spec == self._spec else spec.to_json(),
             "buckets": [[asdict(b) for b in buckets if b.dst_rank == rank] for rank in range(self.settings.tp)],
+            "verify": verify,
         }
         serialized = base64.b64encode(pickle.dumps(json.dumps(message).encode())).decode()
         update = {

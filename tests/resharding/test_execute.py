@@ -116,6 +116,30 @@ def test_buckets_are_reused_and_follow_new_values_and_new_storages() -> None:
     sender.close()
 
 
+def test_what_was_overwritten_after_the_load_is_named_to_the_element() -> None:
+    spec = make_spec("qwen3_moe", "tp2_ep2", "tp2", "float32", "bfloat16")
+    senders, buckets = pack_all(spec)
+    got = empty(spec, 1)
+    mine = [b for b in buckets if b.dst_rank == 1]
+    receiver = Receiver(spec, 1, got)
+    receiver.load(mine)
+    receiver.verify(mine)
+
+    # Expert 5 of 8: on ranks 2 and 3 under EP2. Columns 20 to 39 of w2 are engine rank 1's.
+    experts = got["model.layers.2.mlp.experts.w2_weight"]
+    was = experts[5, 7, 3].item()
+    experts[5, 7, 3] = float("nan")
+    with pytest.raises(SyncError, match=r"engine rank 1: model.layers.2.mlp.experts.w2_weight\[5, 7, 3\] is nan"):
+        receiver.verify(mine)
+    experts[5, 7, 3] = was
+    got["model.norm.weight"][2] = -0.0
+    match = r"model.norm.weight\[2\] is -0.0 .*trainer rank \d sent .* from 0:decoder.final_layernorm.weight"
+    with pytest.raises(SyncError, match=match):
+        receiver.verify(mine)
+    for sender in senders:
+        sender.close()
+
+
 def damaged(buckets: list[Bucket], **change: object) -> list[Bucket]:
     return [replace(buckets[0], **change), *buckets[1:]]  # type: ignore[arg-type]
 

@@ -58,8 +58,8 @@ class FirstRankOnly:
         if dist.get_rank() == 0:
             self.server.pause()
 
-    def load_weights(self, spec: SyncSpec, buckets: list[Bucket]) -> list[list[LoadReport]]:
-        reports = [self.server.load_weights(spec, buckets)] if dist.get_rank() == 0 else []
+    def load_weights(self, spec: SyncSpec, buckets: list[Bucket], *, verify: bool) -> list[list[LoadReport]]:
+        reports = [self.server.load_weights(spec, buckets, verify=verify)] if dist.get_rank() == 0 else []
         dist.barrier()
         return reports
 
@@ -82,7 +82,7 @@ def push_both(
     syncs = {}
     for tp, server in engines.servers.items():
         spec = SyncSpec(hf_config(engines.path), worker.topology, SglangTopology(tp=tp), "float32", "float32")
-        syncs[tp] = EngineSync(OneRank(worker), FirstRankOnly(server), spec)
+        syncs[tp] = EngineSync(OneRank(worker), FirstRankOnly(server), spec, verify_every=9)
         syncs[tp].push(version=8)
     states = {tp: state_of(server) for tp, server in engines.servers.items()} if rank == 0 else {}
     weights.import_hf(engines.path, worker.tensors, worker.layouts)

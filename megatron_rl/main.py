@@ -8,7 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -111,7 +111,8 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
         prompts.held_out = ()  # only what trained was recorded to train on again
         train(config, Parts(**training, engine=replay, reward=replay, recipe=recipe, weights=replay))
     else:
-        sync = EngineSync(trainer, fleet, sync_spec(config, hf))
+        verify_every = config.weights.verify_every if config.weights.verify else 0
+        sync = EngineSync(trainer, fleet, sync_spec(config, hf), verify_every=verify_every)
         train(config, Parts(**training, engine=fleet, reward=scoring, recipe=recipe, weights=sync))
     metrics.status("exporting the weights")
     with written_whole(run.hf) as partial:
@@ -175,8 +176,10 @@ def start(
     stack.callback(cluster.stop)
     cluster.start(address=config.cluster.address, cpus=config.cluster.cpus or cpus_needed(config))
     gpus = int(cluster.has_gpus())
-    trainer = fleet = scoring = None
-    engines_ready = None
+    scoring = None
+    starting: dict[str, Future[Any]] = {}
+    executor = ThreadPoolExecutor(max_workers=2)
+    stack.callback(executor.shutdown, wait=False)
     if has_engines:
         status(f"starting {engines} engine(s)" + (f" and {ranks} trainer rank(s)" if ranks else ""))
         tp, reward = config.rollout.tp, cluster.Pool("reward", 1, cpus=1)
@@ -190,17 +193,17 @@ def start(
             pool=cluster.Pool("rollout", engines, cpus=tp, gpus=tp * gpus),
             logs=run.logs,
         )
-        executor = ThreadPoolExecutor(max_workers=1)
-        stack.callback(executor.shutdown, wait=False)
-        engines_ready = executor.submit(start_fleet)
+        starting["fleet"] = executor.submit(start_fleet)
     if has_trainer:
         place = cluster.Pool("trainer", ranks, cpus=1, gpus=gpus)
-        trainer = MegatronTrainer(config, run.model, pool=place, logs=run.logs)
-        stack.callback(trainer.stop)
-    if engines_ready is not None:
-        fleet = engines_ready.result()
-        stack.callback(fleet.stop)
-    return trainer, fleet, scoring
+        starting["trainer"] = executor.submit(MegatronTrainer, config, run.model, pool=place, logs=run.logs)
+    done, _ = wait(starting.values(), return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()  # the first failure ends the run; what still starts ends with Ray
+    started = {name: future.result() for name, future in starting.items()}
+    for part in started.values():
+        stack.callback(part.stop)
+    return started.get("trainer"), started.get("fleet"), scoring
 
 
 def packer(config: Config, *, layers: int) -> Any:

@@ -3,67 +3,26 @@
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.program.conftest import MIDDLE, STEPS, Finished, World
-from tests.program.program import DONE, FAILED, REFUSED, finish
+from tests.program.program import DONE, FAILED, REFUSED, Ended, finish
 from tests.program.states import differences, records
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(3600)]
 
+LARGE_BYTES = 1 << 30
 FREE_BYTES = 1 << 20
 """Left on the small disk: enough for records and logs, less than a checkpoint."""
 
 
-def test_a_loss_that_is_not_a_number_is_refused_and_a_lower_rate_resumes(
-    world: World, trained: Finished, replayed: Finished
-) -> None:
-    path = world.cut(replayed.path, "diverged")
-
-    def arguments(lr: float) -> list[str]:
-        return world.replay_arguments("diverged", trained.path / "samples.jsonl", algorithm__lr=lr)
-
-    finish(arguments(1e30), world.output("diverged")).said(
-        rf"(loss|gradient norm) of optimizer step {MIDDLE + 2} is nan.*no weight was changed.*Lower the learning rate",
-        code=FAILED,
-    )
-    assert [r["step"] for r in records(path)] == list(range(MIDDLE + 2))  # the last one with weights of 1e30
-
-    ended = finish(arguments(1e-3), world.output("mended"))
-    assert ended.code == DONE, ended.text
-    assert differences(replayed.path, path, step=STEPS) == []
-    assert records(path) == records(replayed.path)
-
-
-@pytest.mark.parametrize(
-    ("file", "pattern"),
-    [
-        ("rank-1.pt", r"rank-1\.pt is damaged .*Remove the directory .*step_000003: the same command then resumes"),
-        (
-            "weights/__0_0.distcp",
-            r"step_000003/weights is damaged \(EOFError.*Remove the directory .*step_000003: the same",
-        ),
-    ],
-)
-def test_a_damaged_checkpoint_is_named(
-    world: World, trained: Finished, replayed: Finished, file: str, pattern: str
-) -> None:
-    path = world.cut(replayed.path, "damaged" + file.replace("/", "-"))
-    damaged = path / f"checkpoints/step_{MIDDLE:06d}" / file
-    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
-
-    ended = finish(world.replay_arguments(path.name, trained.path / "samples.jsonl"), world.output("damaged"))
-
-    ended.said(pattern, code=REFUSED)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+@pytest.fixture(scope="module")
+def resize_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Path]]:
     """Mounts a file system of so many bytes, or gives it another size."""
-    path = tmp_path / "disk"
-    path.mkdir()
+    path = tmp_path_factory.mktemp("disk")
 
     def resize(size: int) -> Path:
         options = f"size={size}" + (",remount" if path.is_mount() else "")
@@ -77,24 +36,68 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", path], check=True)
 
 
-def test_a_full_disk_at_a_save_loses_no_checkpoint_and_the_run_resumes(
-    world: World, trained: Finished, replayed: Finished, small_disk: Callable[[int], Path]
-) -> None:
-    disk = small_disk(1 << 30)
-    path = world.cut(replayed.path, "full", runs=disk)
-    used = shutil.disk_usage(disk).used
-    small_disk(used + FREE_BYTES)
-    arguments = world.replay_arguments("full", trained.path / "samples.jsonl", runs_dir=disk)
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """A run that was started three times on a small disk, and its records after each."""
 
-    finish(arguments, world.output("full")).said(
+    path: Path
+    diverged: Ended
+    """With a learning rate of 1e30."""
+    full: Ended
+    """With the first learning rate again, and no room for another checkpoint."""
+    last: Ended
+    steps: tuple[list[int], list[int]]
+    """Recorded after the first two."""
+    kept: tuple[list[str], list[str]]
+    """Checkpoints after the first two."""
+
+
+@pytest.fixture(scope="module")
+def mended(world: World, trained: Finished, replayed: Finished, resize_disk: Callable[[int], Path]) -> Mended:
+    disk = resize_disk(LARGE_BYTES)
+    path = world.cut(replayed.path, "mended", runs=disk)
+    resize_disk(shutil.disk_usage(disk).used + FREE_BYTES)
+    ended, steps, kept = [], [], []
+    for lr, size in ((1e30, None), (1e-3, None), (1e-3, LARGE_BYTES)):
+        if size:
+            resize_disk(size)
+        samples = trained.path / "samples.jsonl"
+        arguments = world.replay_arguments("mended", samples, runs_dir=disk, algorithm__lr=lr)
+        ended.append(finish(arguments, world.output("mended")))
+        steps.append([r["step"] for r in records(path)])
+        kept.append(sorted(p.name for p in (path / "checkpoints").iterdir()))
+    return Mended(path, *ended, steps=(steps[0], steps[1]), kept=(kept[0], kept[1]))
+
+
+def test_a_loss_that_is_not_a_number_is_refused(mended: Mended) -> None:
+    mended.diverged.said(
+        rf"(loss|gradient norm) of optimizer step {MIDDLE + 2} is nan.*no weight was changed.*Lower the learning rate",
+        code=FAILED,
+    )
+    assert mended.steps[0] == list(range(MIDDLE + 2))  # the last one with weights of 1e30
+    assert mended.kept[0] == [f"step_{MIDDLE:06d}"]
+
+
+def test_a_full_disk_at_a_save_says_so_and_loses_no_checkpoint(mended: Mended) -> None:
+    mended.full.said(
         rf"checkpoint of step {STEPS} could not be written .*, where \d\.\d MB were free: .*Earlier .* are untouched",
         code=FAILED,
     )
-    assert [p.name for p in (path / "checkpoints").iterdir()] == [f"step_{MIDDLE:06d}"]
-    assert [r["step"] for r in records(path)] == list(range(STEPS + 1))
+    assert mended.steps[1] == list(range(STEPS + 1))
+    assert mended.kept[1] == [f"step_{MIDDLE:06d}"]
 
-    small_disk(1 << 30)
-    ended = finish(arguments, world.output("space"))
-    assert ended.code == DONE, ended.text
-    assert differences(replayed.path, path, step=STEPS) == []
-    assert records(path) == records(replayed.path)
+
+def test_with_the_mends_the_run_ends_as_if_nothing_had_happened(mended: Mended, replayed: Finished) -> None:
+    assert mended.last.code == DONE, mended.last.text
+    assert differences(replayed.path, mended.path, step=STEPS) == []
+    assert records(mended.path) == records(replayed.path)
+
+
+def test_a_damaged_checkpoint_is_named(world: World, trained: Finished, replayed: Finished) -> None:
+    path = world.cut(replayed.path, "damaged")
+    damaged = path / f"checkpoints/step_{MIDDLE:06d}/weights/__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+
+    ended = finish(world.replay_arguments("damaged", trained.path / "samples.jsonl"), world.output("damaged"))
+
+    ended.said(r"step_000003/weights is damaged \(EOFError.*Remove the directory .*step_000003: the same", code=REFUSED)

@@ -10,6 +10,7 @@ from megatron_rl.errors import ConfigError, LayoutError
 from megatron_rl.layouts.compile import check_megatron, check_sglang
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.layouts.table import Table
 from megatron_rl.megatron_options import set_elsewhere, wrong_options
 from megatron_rl.models import load_architecture, load_table
 from megatron_rl.rewards import REWARDS
@@ -32,12 +33,13 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
     return hf
 
 
-def topology_of(config: Config, *, num_layers: int) -> MegatronTopology:
+def topology_of(config: Config, table: Table) -> MegatronTopology:
     """The trainer's ranks. Raises: LayoutError for an impossible cut."""
     p = config.parallel
     return MegatronTopology(
         world_size=config.trainer.world_size,
-        num_layers=num_layers,
+        num_layers=table.num_layers,
+        mtp_layers=table.mtp_layers,
         tp=p.tp,
         pp=p.pp,
         vpp=p.vpp,
@@ -46,6 +48,9 @@ def topology_of(config: Config, *, num_layers: int) -> MegatronTopology:
         etp=p.etp,
         first_stage_layers=p.first_stage_layers,
         last_stage_layers=p.last_stage_layers,
+        account_for_embedding=p.account_for_embedding,
+        account_for_loss=p.account_for_loss,
+        pipeline_layout=p.pipeline_layout,
     )
 
 
@@ -198,7 +203,7 @@ def _model(config: Config) -> Iterator[str]:
         )
     if config.mode != "rollout_only":
         try:
-            check_megatron(table, topology_of(config, num_layers=table.num_layers))
+            check_megatron(table, topology_of(config, table))
         except LayoutError as error:
             yield str(error)
     if config.mode in ("train", "rollout_only"):

@@ -190,6 +190,13 @@ class ParallelConfig:
     """Layers of the first pipeline stage, when the split is uneven."""
     last_stage_layers: int | None = None
     """Layers of the last pipeline stage, when the split is uneven."""
+    account_for_embedding: bool = False
+    """The embedding counts as a layer of the first pipeline stage, which gets one decoder layer less."""
+    account_for_loss: bool = False
+    """The output layer counts as a layer of the last pipeline stage, which gets one decoder layer less."""
+    pipeline_layout: str | None = None
+    """Every part of the pipeline letter by letter, such as "Ett|(tt|)*2tmL": megatron-core's
+    pipeline_model_parallel_layout. Part c * pp + p is virtual chunk c of stage p."""
     cp: int = 1
     """Context parallel size."""
     ep: int = 1

@@ -19,6 +19,7 @@ from megatron_rl.checks import check, cpus_needed, longest_demonstration, longes
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
 from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.models import load_table
 from megatron_rl.rollout.options import check_sglang_options
 from megatron_rl.run_directory import RunDirectory, written_whole
 
@@ -101,7 +102,7 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     training: dict[str, Any] = {
         "prompts": prompts,
         "trainer": trainer,
-        "pack": packer(config, layers=hf["num_hidden_layers"]),
+        "pack": packer(config, hf),
         "checkpoint": checkpoints(config, run, trainer=trainer, prompts=prompts),
         "metrics": metrics,
     }
@@ -206,13 +207,13 @@ def start(
     return started.get("trainer"), started.get("fleet"), scoring
 
 
-def packer(config: Config, *, layers: int) -> Any:
+def packer(config: Config, hf: dict[str, Any]) -> Any:
     """`make_batch` for this run's ranks."""
     from megatron_rl.data.packing import make_batch
 
     return partial(
         make_batch,
-        dp=topology_of(config, num_layers=layers).dp,
+        dp=topology_of(config, load_table(hf)).dp,
         tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
         cp=config.parallel.cp,
         micro_batches_multiple=config.parallel.pp if config.parallel.vpp else 1,
@@ -231,7 +232,7 @@ def sync_spec(config: Config, hf: dict[str, Any]) -> Any:
 
     return SyncSpec(
         hf_config=hf,
-        trainer=topology_of(config, num_layers=hf["num_hidden_layers"]),
+        trainer=topology_of(config, load_table(hf)),
         engine=SglangTopology(tp=config.rollout.tp, ep=config.rollout.ep),
         trainer_dtype=config.trainer.dtype,
         engine_dtype=config.rollout.dtype,

@@ -1,10 +1,11 @@
 """From a table and a topology to the tensors of one rank."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.boxes import Box, TensorLayout
-from megatron_rl.layouts.megatron_topology import Chunk, MegatronTopology
+from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.layouts.pipeline import Chunk
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.layouts.table import Block, Table
 from megatron_rl.layouts.terms import Expert, Local, Place, Term, local, share, tensors_of
@@ -17,16 +18,17 @@ def megatron_layouts(table: Table, topology: MegatronTopology, rank: int, *, dty
     layer 0 of the rank's second virtual pipeline chunk; without virtual stages the chunk is 0.
     Raises: LayoutError when the topology cannot hold the model.
     """
-    if topology.num_layers != table.num_layers:
+    depths = (topology.num_layers, topology.mtp_layers), (table.num_layers, table.mtp_layers)
+    if depths[0] != depths[1]:
         raise LayoutError(
-            f"The topology places {topology.num_layers} layers, the model has {table.num_layers}: "
-            "some would be on no rank or on a missing one. Give the topology the model's num_hidden_layers."
+            "The topology places {} layers and {} multi-token prediction layers, ".format(*depths[0])
+            + "the model has {} and {}: some would be on no rank or on a missing one. ".format(*depths[1])
+            + "Give the topology the model's numbers."
         )
     place = Place(topology.axes(rank), topology.padded_vocab(table.vocab_size))
-    blocks = {block.place: block for block in table.blocks}
     layouts: list[TensorLayout] = []
     for number, chunk in enumerate(topology.chunks(rank)):
-        for layer, block in _held(chunk, blocks):
+        for layer, block in _held(chunk, table):
             prefix = f"{number}:{block.megatron.format(layer=layer)}"
             for row in block.rows:
                 for name, term in row.megatron.items():
@@ -70,14 +72,20 @@ def check_sglang(table: Table, topology: SglangTopology) -> None:
     sglang_layouts(table, topology, 0, dtype="float32")
 
 
-def _held(chunk: Chunk, blocks: Mapping[int | str, Block]) -> Iterator[tuple[int | None, Block]]:
+def _held(chunk: Chunk, table: Table) -> Iterator[tuple[int | None, Block]]:
     """The blocks of a chunk, a layer with its index within the chunk."""
-    if chunk.has_embedding:
-        yield None, blocks["first"]
-    for local_index, layer in enumerate(chunk.layers):
-        yield local_index, blocks[layer]
-    if chunk.has_head:
-        yield None, blocks["last"]
+    held = {
+        "first": chunk.has_embedding,
+        "norm": chunk.has_norm,
+        "mtp": chunk.has_mtp,
+        "last": chunk.has_head,
+    }
+    for block in table.blocks:
+        if isinstance(block.place, int):
+            if block.place in chunk.layers:
+                yield block.place - chunk.layers.start, block
+        elif held[block.place]:
+            yield None, block
 
 
 def _compile(name: str, term: Term, place: Place, hf: str, dtype: str) -> Iterator[TensorLayout]:

@@ -27,7 +27,8 @@ class Block:
     """Rows that live together: a layer, or what stands before the first or after the last one."""
 
     place: int | str
-    """The layer's global index, "first" (stage with the embedding) or "last" (stage with the output layer)."""
+    """The layer's global index, "first" (stages with the embedding), "norm" (stage with the final norm), "mtp" (stage
+    with the multi-token prediction layers; one block each) or "last" (stage with the output layer)."""
     hf: str
     """Prefix of the HF names."""
     megatron: str
@@ -43,3 +44,8 @@ class Table:
     vocab_size: int
     num_layers: int
     blocks: tuple[Block, ...]
+
+    @property
+    def mtp_layers(self) -> int:
+        """Multi-token prediction layers."""
+        return sum(block.place == "mtp" for block in self.blocks)

@@ -48,7 +48,7 @@ def table(hf: HfConfig) -> Table:
     dense = dense_mlp(hidden, read(hf, "intermediate_size"))
     first_moe = read(hf, "first_k_dense_replace")
     rows = [attention(hf) + (moe(hf) if i >= first_moe else dense) for i in range(layers)]
-    return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), head(vocab, hidden)))
+    return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), *head(vocab, hidden)))
 
 
 def attention(hf: HfConfig) -> tuple[Row, ...]:

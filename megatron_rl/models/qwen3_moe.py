@@ -40,7 +40,7 @@ def table(hf: HfConfig) -> Table:
     )
     experts, size = read(hf, *COUNT), read(hf, "moe_intermediate_size")
     rows = [attention + router(experts, hidden) + routed_experts(experts, hidden, size)] * layers
-    return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), head(vocab, hidden)))
+    return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), *head(vocab, hidden)))
 
 
 def architecture(hf: HfConfig) -> Architecture:

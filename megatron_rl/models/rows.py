@@ -19,14 +19,12 @@ def embedding(vocab_size: int, hidden_size: int) -> Block:
     return Block("first", "model.", "embedding.", "model.", rows)
 
 
-def head(vocab_size: int, hidden_size: int) -> Block:
-    """What stands after the last layer."""
+def head(vocab_size: int, hidden_size: int) -> tuple[Block, Block]:
+    """What stands after the last layer: final norm and output layer, which a pipeline may part."""
+    norm = (same("final_layernorm.weight", "norm.weight", (hidden_size,)),)
     vocabulary = PadVocab(HfTensor("lm_head.weight", (vocab_size, hidden_size)), "tp")
-    rows = (
-        same("decoder.final_layernorm.weight", "model.norm.weight", (hidden_size,)),
-        Row(megatron={"output_layer.weight": vocabulary}, sglang={"lm_head.weight": vocabulary}),
-    )
-    return Block("last", "", "", "", rows)
+    output = (Row(megatron={"output_layer.weight": vocabulary}, sglang={"lm_head.weight": vocabulary}),)
+    return Block("norm", "model.", "decoder.", "model.", norm), Block("last", "", "", "", output)
 
 
 def decoder(rows: Sequence[tuple[Row, ...]]) -> Iterator[Block]:

@@ -45,7 +45,7 @@ class Worker:
         self.source = Path(model_directory)
         hf = json.loads((self.source / "config.json").read_text())
         self.model, self.table = load_architecture(hf), load_table(hf)
-        self.topology = topology_of(config, num_layers=self.table.num_layers)
+        self.topology = topology_of(config, self.table)
         self.layouts = megatron_layouts(self.table, self.topology, rank, dtype=config.trainer.dtype)
         self.phase = ""
         self.updates = 0

@@ -154,5 +154,5 @@ def test_one_rank_of_a_671b_model_compiles_within_a_second() -> None:
 
 
 def test_a_topology_for_another_depth_is_refused() -> None:
-    with pytest.raises(LayoutError, match="places 6 layers, the model has 4"):
+    with pytest.raises(LayoutError, match="places 6 layers .*the model has 4 and 0"):
         megatron_layouts(load_table(HF["qwen3_moe"]), MegatronTopology(1, 6), 0, dtype="bfloat16")

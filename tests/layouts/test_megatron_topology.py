@@ -2,8 +2,11 @@
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.megatron_topology import MegatronTopology
@@ -55,19 +58,25 @@ def test_groups_of_ranks_are_those_of_megatron_core(tp: int, cp: int, dp: int, p
                     assert len({getattr(p, other) for p in places}) == 1
 
 
-def cuts() -> list[tuple[int, int, int | None, int | None, int | None]]:
-    """(layers, pp, vpp, first, last) that come out even."""
+def cuts() -> list[dict[str, Any]]:
+    """Splits that come out even, without a layout string: keyword values of MegatronTopology."""
     found = []
-    for layers, pp, vpp, first, last in itertools.product(
-        (4, 7, 12), (1, 2, 3, 4), (None, 2), (None, 1, 2, 3), (None, 1, 2, 4)
-    ):
+    sizes = itertools.product((4, 7, 12), (1, 2, 3, 4), (None, 2), (None, 1, 2, 3), (None, 1, 2, 4))
+    for layers, pp, vpp, first, last in sizes:
         if pp == 1 and (first or last or vpp):
             continue
         middle, rest = pp - bool(first) - bool(last), layers - (first or 0) - (last or 0)
         stages = {first or 0, last or 0, rest // middle if middle else 0}
         even = rest == 0 and not vpp if middle == 0 else rest > 0 and rest % middle == 0
         if even and all(n % (vpp or 1) == 0 for n in stages):
-            found.append((layers, pp, vpp, first, last))
+            ends = {"first_stage_layers": first, "last_stage_layers": last}
+            found.append({"num_layers": layers, "pp": pp, "vpp": vpp, **ends})
+    for layers, pp, vpp, with_embedding, with_loss in itertools.product(
+        (2, 3, 5, 6, 7, 10, 11), (2, 3, 4), (None, 2, 3), (False, True), (False, True)
+    ):
+        accounts = {"account_for_embedding": with_embedding, "account_for_loss": with_loss}
+        if (layers + with_embedding + with_loss) % (pp * (vpp or 1)) == 0:
+            found.append({"num_layers": layers, "pp": pp, "vpp": vpp, **accounts})
     return found
 
 
@@ -75,30 +84,96 @@ def test_layers_lie_where_megatron_core_puts_them() -> None:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    checked = 0
-    for layers, pp, vpp, first, last in cuts():
-        topology = MegatronTopology(pp, layers, 1, pp, vpp, first_stage_layers=first, last_stage_layers=last)
+    checked = standalone = 0
+    for cut in cuts():
+        topology = MegatronTopology(world_size=cut["pp"], **cut)
         config = SimpleNamespace(
-            num_layers=layers,
-            pipeline_model_parallel_size=pp,
-            virtual_pipeline_model_parallel_size=vpp,
-            num_layers_in_first_pipeline_stage=first,
-            num_layers_in_last_pipeline_stage=last,
+            num_layers=topology.num_layers,
+            pipeline_model_parallel_size=topology.pp,
+            virtual_pipeline_model_parallel_size=topology.vpp,
+            num_layers_in_first_pipeline_stage=topology.first_stage_layers,
+            num_layers_in_last_pipeline_stage=topology.last_stage_layers,
             pipeline_model_parallel_layout=None,
-            account_for_embedding_in_pipeline_split=False,
-            account_for_loss_in_pipeline_split=False,
+            account_for_embedding_in_pipeline_split=topology.account_for_embedding,
+            account_for_loss_in_pipeline_split=topology.account_for_loss,
         )
         held = []
-        for rank in range(pp):
+        for rank in range(topology.pp):
             for c, chunk in enumerate(topology.chunks(rank)):
-                stage = None if vpp is None else c
+                stage = None if topology.vpp is None else c
                 assert len(chunk.layers) == get_num_layers_to_build(config, vp_stage=stage, pp_rank=rank)
                 if chunk.layers:
                     assert chunk.layers.start == get_transformer_layer_offset(config, vp_stage=stage, pp_rank=rank)
+                standalone += not chunk.layers
                 held += chunk.layers
                 checked += 1
-        assert sorted(held) == list(range(layers))
-    assert checked > 100
+        assert sorted(held) == list(range(topology.num_layers))
+    assert checked > 200 and standalone > 5
+
+
+@st.composite
+def layout_strings(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """(layout string, sizes): often legal, with one letter changed at times."""
+    layers, mtp = draw(st.integers(1, 6)), draw(st.sampled_from([0, 0, 1, 2]))
+    pp, vpp = draw(st.sampled_from([(1, None), (2, None), (3, None), (4, None), (2, 2), (3, 2), (2, 3)]))
+    letters = ["E", *"t" * layers, *"m" * mtp, "L"]
+    bars = pp * (vpp or 1) - 1
+    places = draw(st.lists(st.integers(draw(st.sampled_from([0, 1])), layers + mtp + 1), min_size=bars, max_size=bars))
+    for place in sorted(places, reverse=True):
+        letters.insert(place, "|")
+    if draw(st.integers(0, 3)) == 0:
+        letters[draw(st.integers(0, len(letters) - 1))] = draw(st.sampled_from(["", "|", "t", "m", "E", "x", "t*2"]))
+    return "".join(letters), {"num_layers": layers, "mtp_layers": mtp, "pp": pp, "vpp": vpp}
+
+
+@settings(max_examples=300, deadline=None)
+@given(drawn=layout_strings())
+@example(drawn=("E|(t|)*2,t*2|L", {"num_layers": 4, "mtp_layers": 0, "pp": 5, "vpp": None}))
+@example(drawn=("Et*3|(tt|)*29,m|L", {"num_layers": 61, "mtp_layers": 1, "pp": 16, "vpp": 2}))
+@example(drawn=("|Ett|L", {"num_layers": 2, "mtp_layers": 0, "pp": 3, "vpp": None}))
+def test_a_layout_string_means_what_megatron_core_makes_of_it(drawn: tuple[str, dict[str, Any]]) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    text, sizes = drawn
+    pp, vpp = sizes["pp"], sizes["vpp"]
+    try:
+        theirs = PipelineParallelLayerLayout(text, pp)
+        assert theirs.virtual_pipeline_model_parallel_size == (vpp or 1)
+        theirs.validate_layer_layout(sizes["num_layers"], sizes["mtp_layers"] or None)
+        # It puts the embedding into the first part and the output layer into the last, even if the string does not.
+        assert theirs.layout[0][0][:1] == [LayerType.embedding] and theirs.layout[-1][-1][-1:] == [LayerType.loss]
+        assert pp > 1
+    except (AssertionError, IndexError):
+        with pytest.raises(LayoutError, match="parallel.pipeline_layout="):
+            MegatronTopology(world_size=pp, pipeline_layout=text, **sizes)
+        return
+    topology = MegatronTopology(world_size=pp, pipeline_layout=text, **sizes)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(vpp)
+    try:
+        for rank in range(pp):
+            for c, chunk in enumerate(topology.chunks(rank)):
+                assert list(chunk.layers) == theirs.get_layer_id_list(LayerType.decoder, vp_stage=c, pp_rank=rank)
+                assert chunk.has_mtp == bool(theirs.get_num_layers_to_build(LayerType.mtp, vp_stage=c, pp_rank=rank))
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+
+
+def test_prediction_layers_bring_an_embedding_and_part_norm_and_head() -> None:
+    # MTP alone on the next to last stage; the last decoder layer, and with it the norm, is before it.
+    topology = MegatronTopology(4, 4, pp=4, mtp_layers=2, pipeline_layout="Ett|tt|mm|L")
+    chunks = [topology.chunks(rank)[0] for rank in range(4)]
+    assert [c.has_embedding for c in chunks] == [True, False, True, False]
+    assert [c.has_norm for c in chunks] == [False, True, False, False]
+    assert [c.has_mtp for c in chunks] == [False, False, True, False]
+    assert [c.has_head for c in chunks] == [False, False, False, True]
+    # Without a string they are on the last stage, where no decoder layer need be.
+    topology = MegatronTopology(2, 1, pp=2, mtp_layers=1, account_for_loss=True)
+    assert [(c.has_norm, c.has_mtp) for rank in range(2) for c in topology.chunks(rank)] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_embedding_and_head_are_on_the_first_and_last_chunk_only() -> None:
@@ -129,6 +204,28 @@ def test_vocabulary_is_padded_to_eight_rows_a_rank() -> None:
             r"parallel.vpp=2 with parallel.pp=2 and both .* Set one of the two to null",
         ),
         ({"world_size": 2, "pp": 2, "vpp": 4}, r"parallel.vpp=4 does not divide the layers .*\[2, 2\]"),
+        ({"world_size": 2, "pp": 2, "first_stage_layers": 0}, r"0 of them in the first stage.* at least one"),
+        (
+            {"world_size": 2, "pp": 2, "account_for_loss": True},
+            r"4 layers and 1 for .* are 5, which parallel.pp=2 does",
+        ),
+        ({"world_size": 1, "account_for_loss": True}, r"account_for_loss=true with parallel.pp=1 has no effect"),
+        ({"world_size": 1, "pipeline_layout": "Et*4L"}, r"pipeline_layout='Et\*4L' with parallel.pp=1 has no effect"),
+        (
+            {"world_size": 2, "pp": 2, "pipeline_layout": "Ett|ttL", "last_stage_layers": 2},
+            r"last_stage_layers=2 and parallel.pipeline_layout='Ett\|ttL': .* Keep one\.",
+        ),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Ett|tT|L"}, r"has 'T': known are E \(embedding\), t"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Et|t|t|tL"}, r"has 4 parts, .*needs 2.* Set parallel.vpp=2\."),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Et|t|tL"}, r"has 3 parts, .*needs 2.* Write as many\."),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Ett|tL"}, r"places 3 decoder layers, the model has 4"),
+        (
+            {"world_size": 2, "pp": 2, "pipeline_layout": "Ett|ttmL"},
+            r"places 1 prediction \(MTP\) layers, the model has 0",
+        ),
+        ({"world_size": 3, "pp": 3, "pipeline_layout": "|Ett|ttL"}, r"must begin its first part with the only E"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Ett|tmtL", "mtp_layers": 1}, r"with every m behind every t"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Ettttm|mL", "mtp_layers": 2}, r"spreads its m over several"),
     ],
 )
 def test_an_impossible_cut_is_refused_with_the_mend(sizes: dict[str, int], message: str) -> None:

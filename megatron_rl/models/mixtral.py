@@ -38,7 +38,8 @@ def table(hf: HfConfig) -> Table:
     )
     moe = router(experts, hidden, prefix=PREFIX)
     moe += routed_experts(experts, hidden, size, prefix=PREFIX, names=W1_W3_W2)
-    return Table(vocab, layers, (embedding(vocab, hidden), *decoder([attention + moe] * layers), head(vocab, hidden)))
+    rows = [attention + moe] * layers
+    return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), *head(vocab, hidden)))
 
 
 def architecture(hf: HfConfig) -> Architecture:

@@ -4,7 +4,7 @@ import logging
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Table
-from megatron_rl.models import deepseek_v3, mixtral, qwen3_moe
+from megatron_rl.models import deepseek_v3, mixtral, qwen2_moe, qwen3_moe
 from megatron_rl.models.family import Architecture, Family, HfConfig, refuse
 
 __all__ = ["FAMILIES", "Architecture", "Family", "find_family", "load_architecture", "load_table"]
@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": deepseek_v3.FAMILY,
     "MixtralForCausalLM": mixtral.FAMILY,
+    "Qwen2MoeForCausalLM": qwen2_moe.FAMILY,
     "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
 }
 

@@ -111,6 +111,17 @@ def head_dim(hf: HfConfig) -> int:
     return int(hidden // heads)
 
 
+def equal_heads(hf: HfConfig) -> int:
+    """The `head_dim` of a model in which SGLang never reads it. Raises: ConfigError when it is no equal share."""
+    dim = head_dim(hf)
+    if dim * read(hf, "num_attention_heads") != read(hf, "hidden_size"):
+        raise ConfigError(
+            f"config.json has head_dim={dim}: SGLang's {hf['architectures'][0]} takes hidden_size / "
+            "num_attention_heads, whatever it says. Use a checkpoint without head_dim."
+        )
+    return dim
+
+
 def only_keys(scaling: dict[str, Any], keys: Iterable[str]) -> None:
     """Raise a ConfigError unless rope scaling has exactly these keys."""
     if set(scaling) != set(keys):

@@ -10,6 +10,7 @@ from megatron_rl.models.family import (
     Architecture,
     Family,
     HfConfig,
+    equal_heads,
     head_dim,
     read,
     rename,
@@ -44,21 +45,16 @@ def table(hf: HfConfig) -> Table:
 
 def architecture(hf: HfConfig) -> Architecture:
     """The model in megatron-core's words."""
-    dim, window = head_dim(hf), hf.get("sliding_window")
+    window = hf.get("sliding_window")
     if window is not None and window < read(hf, "max_position_embeddings"):
         raise ConfigError(
             f"config.json has sliding_window={window}: neither the trainer nor SGLang's Mixtral limits attention to a "
             "window, so longer sequences would differ. Use a checkpoint whose sliding_window is null."
         )
-    if dim * read(hf, "num_attention_heads") != read(hf, "hidden_size"):
-        raise ConfigError(
-            f"config.json has head_dim={dim}: SGLang's Mixtral takes hidden_size / num_attention_heads, whatever it "
-            "says. Use a checkpoint without head_dim."
-        )
     config = {
         **FIXED,
         **rename(hf, COMMON | NAMES),
-        "kv_channels": dim,
+        "kv_channels": equal_heads(hf),
         "qk_layernorm": False,
         "moe_router_score_function": "softmax",
         # Softmax after the choice is softmax before it, divided by the sum over the chosen.

@@ -22,8 +22,8 @@ def write_random_checkpoint(
 ) -> None:
     """Write config.json, generation_config.json, model.safetensors and a tokenizer that knows `characters`.
 
-    Matrices are normal with std `initializer_range`, norms 1 and router biases 0; `jitter` is the std of what is added
-    to norms and router biases, so that tests see one put in another's place. Weights are in the config's `dtype`, the
+    Matrices are normal with std `initializer_range`, norms 1 and biases 0; `jitter` is the std of what is added to
+    norms and biases, so that tests see one put in another's place. Weights are in the config's `dtype`, the
     router's correction bias always float32. vocab_size comes from the tokenizer when the config leaves it out.
     Raises: ConfigError when vocab_size is smaller than the tokenizer.
     """
@@ -90,7 +90,7 @@ def _write_weights(path: Path, config: dict[str, Any], *, seed: int, jitter: flo
     tensors = {}
     for layout in hf_layouts(load_table(config), dtype=_dtype(config)):
         noise = torch.randn(layout.shape, generator=generator)
-        if layout.name.endswith("e_score_correction_bias"):
+        if layout.name.endswith("bias"):
             value = noise * jitter
         elif len(layout.shape) == 1:
             value = 1 + noise * jitter

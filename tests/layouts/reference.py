@@ -48,20 +48,21 @@ def head_dim(hf: dict[str, Any]) -> int:
 
 def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names below a layer's prefix."""
-    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    hidden, heads, biases = hf["hidden_size"], hf["num_attention_heads"], {}
     if is_grouped(hf):
         dim, groups = head_dim(hf), hf["num_key_value_heads"]
         sizes = {"q_proj": (heads * dim, hidden), "k_proj": (groups * dim, hidden), "v_proj": (groups * dim, hidden)}
         sizes |= {"o_proj": (hidden, heads * dim)}
         if hf["model_type"] == "qwen3_moe":
             sizes |= {"q_norm": (dim,), "k_norm": (dim,)}
+        biases = {f"self_attn.{n}_proj.bias": sizes[f"{n}_proj"][:1] for n in "qkv" if hf.get("qkv_bias")}
     else:
         nope, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
         q_rank, kv_rank = hf["q_lora_rank"], hf["kv_lora_rank"]
         sizes = {"q_a_proj": (q_rank, hidden), "kv_a_proj_with_mqa": (kv_rank + rope, hidden)}
         sizes |= {"q_b_proj": (heads * (nope + rope), q_rank), "kv_b_proj": (heads * (nope + value), kv_rank)}
         sizes |= {"o_proj": (hidden, heads * value), "q_a_layernorm": (q_rank,), "kv_a_layernorm": (kv_rank,)}
-    return {f"self_attn.{name}.weight": shape for name, shape in sizes.items()}
+    return biases | {f"self_attn.{name}.weight": shape for name, shape in sizes.items()}
 
 
 def mlp_shapes(hf: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
@@ -76,6 +77,9 @@ def mlp_shapes(hf: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     if hf["model_type"] == "deepseek_v3":
         shapes["mlp.gate.e_score_correction_bias"] = (experts,)
         shapes |= _gated("mlp.shared_experts.", hidden, size * hf["n_shared_experts"])
+    if hf["model_type"] == "qwen2_moe":
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+        shapes |= _gated("mlp.shared_expert.", hidden, hf["shared_expert_intermediate_size"])
     for e in range(experts):
         shapes |= _gated(f"{prefix}experts.{e}.", hidden, size, names)
     return shapes
@@ -110,10 +114,11 @@ def megatron_layer(
     out = {"self_attention.linear_proj.weight": cut(x["self_attn.o_proj.weight"], *tp, axis=1)}
     if is_grouped(hf):
         groups, dim = hf["num_key_value_heads"], head_dim(hf)
-        by_group = [x[f"self_attn.{n}_proj.weight"].reshape(groups, -1, hf["hidden_size"]) for n in "qkv"]
-        qkv = np.concatenate(by_group, axis=1)
-        assert qkv.shape[1] == (hf["num_attention_heads"] // groups + 2) * dim
-        out["self_attention.linear_qkv.weight"] = cut(qkv.reshape(-1, hf["hidden_size"]), *tp)
+        for kind in ("weight", "bias") if hf.get("qkv_bias") else ("weight",):
+            parts = [x[f"self_attn.{n}_proj.{kind}"] for n in "qkv"]
+            qkv = np.concatenate([part.reshape(groups, -1, *part.shape[1:]) for part in parts], axis=1)
+            assert qkv.shape[1] == (hf["num_attention_heads"] // groups + 2) * dim
+            out[f"self_attention.linear_qkv.{kind}"] = cut(qkv.reshape(-1, *qkv.shape[2:]), *tp)
         out["self_attention.linear_qkv.layer_norm_weight"] = x["input_layernorm.weight"]
         for n in "qk":
             if f"self_attn.{n}_norm.weight" in x:
@@ -135,8 +140,12 @@ def megatron_layer(
     out["mlp.router.weight"] = x[f"{prefix}gate.weight"]
     if hf["model_type"] == "deepseek_v3":
         out["mlp.router.expert_bias"] = x["mlp.gate.e_score_correction_bias"]
-        out["mlp.shared_experts.linear_fc1.weight"] = gate_up(x, "mlp.shared_experts.", *tp)
-        out["mlp.shared_experts.linear_fc2.weight"] = cut(x["mlp.shared_experts.down_proj.weight"], *tp, axis=1)
+    for shared in ("mlp.shared_experts.", "mlp.shared_expert."):
+        if f"{shared}up_proj.weight" in x:
+            out["mlp.shared_experts.linear_fc1.weight"] = gate_up(x, shared, *tp)
+            out["mlp.shared_experts.linear_fc2.weight"] = cut(x[f"{shared}down_proj.weight"], *tp, axis=1)
+    if "mlp.shared_expert_gate.weight" in x:
+        out["mlp.shared_experts.gate_weight"] = x["mlp.shared_expert_gate.weight"]
     for slot, e in enumerate(cut(np.arange(len(x[f"{prefix}gate.weight"])), *ep)):
         expert = f"{prefix}experts.{e}."
         out[f"mlp.experts.linear_fc1.weight{slot}"] = gate_up(x, expert, *etp, names)
@@ -155,16 +164,18 @@ def sglang_rank(
         at = f"model.layers.{i}."
         x = {name.removeprefix(at): value for name, value in model.items() if name.startswith(at)}
         moe, names = EXPERTS.get(hf["model_type"], USUAL)
-        y = {name: value for name, value in x.items() if value.ndim == 1 or name == f"{moe}gate.weight"}
+        whole = (f"{moe}gate.weight", "mlp.shared_expert_gate.weight")
+        y = {n: value for n, value in x.items() if n in whole or (value.ndim == 1 and not n.endswith("_proj.bias"))}
         y["self_attn.o_proj.weight"] = cut(x["self_attn.o_proj.weight"], *tp, axis=1)
         if is_grouped(hf):
-            y["self_attn.qkv_proj.weight"] = _qkv(hf, x, *tp)
+            for kind in ("weight", "bias") if hf.get("qkv_bias") else ("weight",):
+                y[f"self_attn.qkv_proj.{kind}"] = _qkv(hf, x, kind, *tp)
         else:
             fused = [x[f"self_attn.{n}.weight"] for n in ("q_a_proj", "kv_a_proj_with_mqa")]
             y["self_attn.fused_qkv_a_proj_with_mqa.weight"] = np.concatenate(fused)
             for name in ("self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight"):
                 y[name] = cut(x[name], *tp)
-        for prefix in ("mlp.", "mlp.shared_experts."):
+        for prefix in ("mlp.", "mlp.shared_experts.", "mlp.shared_expert."):
             if f"{prefix}gate_proj.weight" in x:
                 y[f"{prefix}gate_up_proj.weight"] = gate_up(x, prefix, *tp)
                 y[f"{prefix}down_proj.weight"] = cut(x[f"{prefix}down_proj.weight"], *tp, axis=1)
@@ -177,15 +188,16 @@ def sglang_rank(
     return out
 
 
-def _qkv(hf: dict[str, Any], x: Arrays, ranks: int, rank: int) -> np.ndarray:
+def _qkv(hf: dict[str, Any], x: Arrays, kind: str, ranks: int, rank: int) -> np.ndarray:
     """[q; k; v]; when there are more ranks than key-value heads, each head is on several neighbouring ranks."""
     groups, dim = hf["num_key_value_heads"], head_dim(hf)
     head_of = np.arange(ranks) * groups // ranks if ranks > groups else None
-    parts = [cut(x["self_attn.q_proj.weight"], ranks, rank)]
-    for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
-        heads = x[name].reshape(groups, dim, -1)
+    parts = [cut(x[f"self_attn.q_proj.{kind}"], ranks, rank)]
+    for n in "kv":
+        tensor = x[f"self_attn.{n}_proj.{kind}"]
+        heads = tensor.reshape(groups, dim, *tensor.shape[1:])
         mine = cut(heads, ranks, rank) if head_of is None else heads[head_of[rank]][None]
-        parts.append(mine.reshape(-1, hf["hidden_size"]))
+        parts.append(mine.reshape(-1, *tensor.shape[1:]))
     return np.concatenate(parts)
 
 

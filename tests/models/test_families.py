@@ -33,6 +33,7 @@ def count(hf: dict[str, Any]) -> int:
         # The main model's weights, and a correction bias for each of 256 experts of 58 layers.
         ("deepseek_v3", 671_026_404_352 + 256 * 58),
         ("mixtral_8x22b", 140_620_634_112),
+        ("qwen2_57b_a14b", 57_408_658_944),
         ("qwen3_moe", 30_532_122_624),
     ],
 )
@@ -95,6 +96,8 @@ def test_positions_without_scaling_are_plain() -> None:
 def test_probabilities_that_are_not_renormalized_take_softmax_first() -> None:
     assert load_architecture(QWEN).megatron["moe_router_pre_softmax"] is False
     assert load_architecture({**QWEN, "norm_topk_prob": False}).megatron["moe_router_pre_softmax"] is True
+    qwen2 = {key: value for key, value in {**TINY["qwen2_moe"], "vocab_size": 61}.items() if key != "norm_topk_prob"}
+    assert load_architecture(qwen2).megatron["moe_router_pre_softmax"] is True  # what transformers takes
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_a_model_we_cannot_carry_is_refused(hf: dict[str, Any], message: str) ->
         ({**QWEN, "rope_scaling": YARN}, r"Remove rope_scaling"),
         ({k: v for k, v in QWEN.items() if k != "rope_theta"}, r"no rope_theta"),
         ({**MIXTRAL, "sliding_window": 1023}, r"sliding_window=1023: neither"),
-        ({**MIXTRAL, "head_dim": 8}, r"head_dim=8: SGLang's Mixtral takes hidden_size / num_attention_heads"),
+        ({**MIXTRAL, "head_dim": 8}, r"head_dim=8: SGLang's MixtralForCausalLM takes hidden_size"),
         ({**MIXTRAL, "hidden_size": 70}, r"hidden_size=70 is no multiple of num_attention_heads=12.* Add head_dim"),
     ],
 )

@@ -123,7 +123,10 @@ def rollouts_from_one() -> Rollouts:
     return make_rollouts(LENGTHS, [1] * len(LENGTHS))
 
 
-CASES = [(family, name) for family in GRID for name in LAYOUTS]
+CASES = [
+    *((family, name) for family in GRID for name in LAYOUTS),
+    ("qwen2_moe", "tp2_ep2"),  # gate of the shared expert, q, k, v biases
+]
 
 
 @pytest.fixture(scope="module", params=list(TINY))

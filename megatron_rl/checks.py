@@ -1,12 +1,12 @@
 """What cannot work, found before anything starts: config and model together. Pure: no process, no torch, no backend."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError, LayoutError
+from megatron_rl.formats.hf_files import read_hf_config
+from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.layouts.compile import check_megatron, check_sglang
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
@@ -14,23 +14,6 @@ from megatron_rl.layouts.table import Table
 from megatron_rl.megatron_options import set_elsewhere, wrong_options
 from megatron_rl.models import load_architecture, load_table
 from megatron_rl.rewards import REWARDS
-
-
-def read_hf_config(directory: Path) -> dict[str, Any]:
-    """A checkpoint's config.json. Raises: ConfigError when there is none."""
-    path = directory / "config.json"
-    try:
-        hf = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"{directory} has no readable config.json ({error.strerror}). "
-            "Set model.path to the directory of a Hugging Face checkpoint."
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}. Copy it again.") from error
-    if not isinstance(hf, dict):
-        raise ConfigError(f"{path} holds a {type(hf).__name__}, not an object. Copy it again.")
-    return hf
 
 
 def topology_of(config: Config, table: Table) -> MegatronTopology:
@@ -211,8 +194,21 @@ def _model(config: Config) -> Iterator[str]:
             check_sglang(table, SglangTopology(tp=config.rollout.tp, ep=config.rollout.ep))
         except LayoutError as error:
             yield str(error)
-    if config.model.path is not None and not any(Path(config.model.path).glob("*.safetensors")):
+    yield from _weights(config)
+
+
+def _weights(config: Config) -> Iterator[str]:
+    """Whether there are weights to start from."""
+    if config.model.path is None:
+        return
+    path = Path(config.model.path)
+    if is_torch_dist(path) and config.mode == "rollout_only":
         yield (
-            f"{config.model.path} has a config.json and no *.safetensors: there are no weights to start from. "
-            "Set model.path to a whole Hugging Face checkpoint in safetensors format."
+            f"{path} is a converted checkpoint, and mode=rollout_only has no trainer to read it: engines start from "
+            f"Hugging Face weights. Write them: python tools/convert export --checkpoint {path} --out DIR"
+        )
+    elif not is_torch_dist(path) and not any(path.glob("*.safetensors")):
+        yield (
+            f"{path} has a config.json and no weights, neither *.safetensors nor what tools/convert writes. Set "
+            "model.path to a whole Hugging Face checkpoint in safetensors format, or to a converted one."
         )

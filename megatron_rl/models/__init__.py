@@ -32,7 +32,7 @@ def find_family(hf_config: HfConfig) -> Family:
     if quantization := hf_config.get("quantization_config"):
         raise ConfigError(
             f"The checkpoint is quantized ({quantization.get('quant_method')}): training needs its weights in bfloat16 "
-            "or float32. Convert it first."
+            "or float32. Convert it first: python tools/convert import --hf DIR --out DIR"
         )
     family = FAMILIES[names[0]]
     refuse(hf_config, family.supported)

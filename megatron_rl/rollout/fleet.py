@@ -10,6 +10,7 @@ import ray
 from megatron_rl.cluster import Pool, gather
 from megatron_rl.config import RolloutConfig, SamplingConfig
 from megatron_rl.errors import BackendError, DataError
+from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec
 from megatron_rl.rollout.options import ServerSettings
 from megatron_rl.rollout.server import Answers, Request, Server
@@ -180,7 +181,8 @@ def _settings(rollout: RolloutConfig, name: str, model_directory: Path, *, devic
         max_running_requests=rollout.max_running_requests,
         start_timeout_s=rollout.start_timeout_s,
         request_timeout_s=rollout.request_timeout_s,
-        sglang=rollout.sglang,
+        # A converted checkpoint holds none that SGLang reads: the first push brings all of them.
+        sglang={**({"load_format": "dummy"} if is_torch_dist(model_directory) else {}), **rollout.sglang},
     )
 
 

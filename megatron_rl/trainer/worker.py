@@ -25,6 +25,8 @@ from megatron_rl.algorithms.recipes import RECIPES
 from megatron_rl.checks import topology_of
 from megatron_rl.config import Config, OptimizerConfig
 from megatron_rl.errors import BackendError
+from megatron_rl.formats import hf_files, manifest
+from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.layouts.compile import hf_layouts, megatron_layouts
 from megatron_rl.models import load_architecture, load_table
 from megatron_rl.resharding.execute import Sender
@@ -78,11 +80,21 @@ class Worker:
             self.model, self.megatron, self.topology, distributed_optimizer=trainer.distributed_optimizer
         )
         self.tensors = weights.named_tensors(self.chunks, self.layouts)
-        weights.import_hf(self.source, self.tensors, self.layouts)
+        self._read_weights()
         layers = [f"{c.layers.start} to {c.layers.stop - 1}" for c in self.topology.chunks(self.rank)]
         size = sum(tensor.numel() for tensor in self.tensors.values()) / 1e6
         logger.info("%s: layers %s, %.3f M parameters", self.topology.coordinates(self.rank), ", ".join(layers), size)
         return self.topology.coordinates(self.rank).dp
+
+    def _read_weights(self) -> None:
+        if not is_torch_dist(self.source):
+            weights.import_hf(self.source, self.tensors, self.layouts)
+            return
+        if written := manifest.read(self.source):
+            # Shared out over the ranks: together they read every byte once more.
+            mine = sorted(written.files)[self.rank :: self.config.trainer.world_size]
+            manifest.check_files(self.source, written, mine)
+        state.load_weights(self.source, self.chunks)
 
     def begin(self, phase: str) -> None:
         """Start a phase ("sft" or "rl") with a fresh optimizer and schedule; "rl" may freeze a reference."""
@@ -216,8 +228,8 @@ class Worker:
         root, dtype = Path(directory), self.config.trainer.dtype
         whole = hf_layouts(self.table, dtype=dtype)
         if self.rank == 0:
-            weights.copy_companions(self.source, root, dtype=dtype)
-            weights.write_headers(root, whole)
+            hf_files.copy_companions(self.source, root, dtype=dtype)
+            hf_files.write_headers(root, hf_files.split(whole))
         dist.barrier()
         sources = {
             rank: megatron_layouts(self.table, self.topology, rank, dtype=dtype)

@@ -1,0 +1,101 @@
+"""DeepSeek's FP8 checkpoints: e4m3 weights with one float32 scale for each block of 128 x 128 elements.
+
+Source of the format: inference/kernel.py and fp8_cast_bf16.py of the DeepSeek-V3 repository: w = fp8 * scale_inv.
+Tensors are numpy byte arrays at the border: only quantised ones cost an import of torch.
+"""
+
+import re
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.formats.hf_files import Stored
+from megatron_rl.models.family import HfConfig
+
+DTYPE, SCALE, BLOCK = "float8_e4m3fn", "_scale_inv", 128
+LARGEST = 448.0
+"""Of e4m3."""
+CONFIG = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+_QUANTIZED = re.compile(r"\.(layers)\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight$")
+
+
+def without_quantization(config: HfConfig) -> HfConfig:
+    """The config of the dequantised weights; the same object when they are not quantised.
+
+    Raises: ConfigError for another quantisation than this one.
+    """
+    found = config.get("quantization_config")
+    if not found:
+        return config
+    method, size = found.get("quant_method"), found.get("weight_block_size")
+    if method != "fp8" or size != [BLOCK, BLOCK] or found.get("fmt", "e4m3") != "e4m3":
+        raise ConfigError(
+            f"config.json says the weights are quantized ({method}, blocks {size}): of quantized checkpoints only FP8 "
+            f"e4m3 with blocks of {BLOCK} x {BLOCK} can be read. Use the bfloat16 checkpoint."
+        )
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether DeepSeek keeps this tensor in FP8: linears of attention, MLPs and experts; no norms, routers, ends."""
+    return len(shape) == 2 and _QUANTIZED.search(name) is not None and "eh_proj" not in name
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the scales of a tensor of this shape."""
+    return tuple(-(-n // BLOCK) for n in shape)
+
+
+def wrong_scale(tensor: Stored, scale: Stored) -> str | None:
+    """What is wrong with the scales of a tensor."""
+    if len(tensor.shape) == 2 and (scale.shape, scale.dtype) == (scale_shape(tensor.shape), "float32"):
+        return None
+    return (
+        f"{scale.name} is {list(scale.shape)} {scale.dtype}, {list(tensor.shape)} in blocks of {BLOCK} take "
+        f"{list(scale_shape(tensor.shape))} float32: it is another tensor's. Take it from the original checkpoint."
+    )
+
+
+def read_scale(directory: Path, scale: Stored) -> np.ndarray:
+    """float32, of the whole tensor."""
+    return np.fromfile(directory / scale.file, np.float32, prod(scale.shape), offset=scale.at).reshape(scale.shape)
+
+
+def dequantize(data: np.ndarray, scale: np.ndarray, *, first_row: int, columns: int) -> bytes:
+    """bfloat16 bytes of rows `first_row` and on. data: uint8, whole rows; scale: float32, of the whole tensor."""
+    import torch
+
+    values = torch.from_numpy(data).view(torch.float8_e4m3fn).view(-1, columns).float()
+    rows = torch.arange(first_row, first_row + len(values)) // BLOCK
+    factors = torch.from_numpy(scale)[rows].repeat_interleave(BLOCK, dim=1)[:, :columns]
+    return values.mul_(factors).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+
+
+def quantize(data: np.ndarray, *, dtype: str, columns: int) -> tuple[bytes, bytes]:
+    """(e4m3 bytes, float32 scale bytes) of whole rows, the first of which begins a block. data: uint8."""
+    import torch
+
+    values = torch.from_numpy(data).view(getattr(torch, dtype)).view(-1, columns).float()
+    high, wide = scale_shape(tuple(values.shape))
+    padded = values.new_zeros(high * BLOCK, wide * BLOCK)
+    padded[: len(values), :columns] = values
+    blocks = padded.view(high, BLOCK, wide, BLOCK)
+    largest = blocks.abs().amax(dim=(1, 3))
+    scale = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
+    quantized = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).view(padded.shape)
+    exact = quantized.view(torch.uint8)[: len(values), :columns].contiguous()
+    return exact.numpy().tobytes(), scale.numpy().tobytes()
+
+
+def config_of(config: Mapping[str, Any]) -> HfConfig:
+    """config.json of the quantised checkpoint."""
+    return {**config, "quantization_config": CONFIG}

@@ -1,0 +1,134 @@
+"""Work in small processes: bounded units over a pool, and single steps whose memory is given back by ending."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from megatron_rl.errors import BackendError
+
+PR_SET_PDEATHSIG = 1
+LINE_S = 5.0
+"""Between two plain lines of progress."""
+
+
+def in_child[R](function: Callable[..., R], *args: object) -> R:
+    """function(*args) in a process that then ends: what it imports takes no memory from the rest."""
+    return _results(function, [args], 1, lambda _: None)[0]
+
+
+def over_units[U, R](
+    function: Callable[[U], R], units: Sequence[U], nbytes: Sequence[int], *, processes: int, what: str
+) -> list[R]:
+    """[function(unit) for unit in units], several at a time, with progress; nothing more starts after a failure.
+
+    Raises: what a unit raised, or BackendError when a process was killed.
+    """
+    with Meter(what, sum(nbytes)) as meter:
+        return _results(function, [(unit,) for unit in units], processes, lambda i: meter.add(nbytes[i]))
+
+
+def _results[R](
+    function: Callable[..., R], calls: Sequence[tuple[object, ...]], processes: int, done: Callable[[int], None]
+) -> list[R]:
+    if not calls:
+        return []
+    context = multiprocessing.get_context("fork")  # what is not imported yet is not there: a child starts small
+    results: dict[int, R] = {}
+    with ProcessPoolExecutor(min(processes, len(calls)), context, _end_with, (os.getpid(),)) as pool:
+        futures = {pool.submit(function, *call): i for i, call in enumerate(calls)}
+        try:
+            for future in as_completed(futures):
+                i = futures.pop(future)
+                results[i] = future.result()
+                done(i)
+        except BrokenProcessPool as error:
+            raise BackendError(
+                "A worker process was killed, most likely because memory ran out. Start the same command again, with "
+                "fewer --processes; what is done is kept."
+            ) from error
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [results[i] for i in range(len(calls))]
+
+
+def _end_with(owner: int) -> None:
+    """End when the owner does, however it ends; an interrupt is the owner's to handle."""
+    ctypes.CDLL("libc.so.6", use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != owner:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class Meter:
+    """Bytes done, bytes a second and the time that is left: a bar on a terminal, lines elsewhere."""
+
+    def __init__(self, what: str, total: int):
+        self.what, self.total, self.done = what, total, 0
+        self.console = Console(file=sys.stderr)
+        self.started_s = self.printed_s = time.monotonic()
+        self._stack = ExitStack()
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def __enter__(self) -> "Meter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes more are done."""
+        self.done += nbytes
+        if self.console.is_terminal:
+            self._paint(nbytes)
+            return
+        now_s = time.monotonic()
+        if self.done < self.total and now_s - self.printed_s < LINE_S:
+            return
+        self.printed_s = now_s
+        rate = self.done / max(now_s - self.started_s, 1e-9)
+        left = timedelta(seconds=round((self.total - self.done) / rate))
+        text = f"{self.what}  {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB  {rate / 1e6:.0f} MB/s  {left} left"
+        self.console.print(text, soft_wrap=True, highlight=False)
+
+    def _paint(self, nbytes: int) -> None:
+        if self._bar is None:  # its thread starts after the workers were forked
+            columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = self._stack.enter_context(
+                Progress(TextColumn("{task.description}"), *columns, console=self.console)
+            )
+            self._task = self._bar.add_task(self.what, total=self.total)
+        self._bar.advance(self._task, nbytes)
+
+
+def batches[U](items: Iterable[U], nbytes: Callable[[U], int], limit: int) -> list[list[U]]:
+    """Runs of consecutive items of at most `limit` bytes each; a larger item is alone."""
+    out: list[list[U]] = []
+    size = limit + 1
+    for item in items:
+        if size + nbytes(item) > limit:
+            out.append([])
+            size = 0
+        out[-1].append(item)
+        size += nbytes(item)
+    return out

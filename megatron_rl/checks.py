@@ -37,6 +37,14 @@ def topology_of(config: Config, table: Table) -> MegatronTopology:
     )
 
 
+def engine_of(config: Config) -> SglangTopology:
+    """An engine's ranks. Raises: LayoutError for an impossible cut."""
+    r = config.rollout
+    return SglangTopology(
+        tp=r.tp, ep=r.ep, dp_attention=r.dp_attention, dp_lm_head=r.dp_lm_head, moe_dense_tp=r.moe_dense_tp
+    )
+
+
 def check(config: Config) -> None:
     """Raises: ConfigError with every problem found, each with its mend."""
     problems = [*_settings(config), *_without_effect(config), *_model(config)]
@@ -191,7 +199,7 @@ def _model(config: Config) -> Iterator[str]:
             yield str(error)
     if config.mode in ("train", "rollout_only"):
         try:
-            check_sglang(table, SglangTopology(tp=config.rollout.tp, ep=config.rollout.ep))
+            check_sglang(table, engine_of(config))
         except LayoutError as error:
             yield str(error)
     yield from _weights(config)

@@ -248,6 +248,12 @@ class RolloutConfig:
     """Tensor parallel size of each server."""
     ep: int = 1
     """Expert parallel size of each server."""
+    dp_attention: int = 1
+    """Groups of each server's ranks that attend to requests of their own (SGLang's attn-dp-size)."""
+    dp_lm_head: bool = False
+    """Cut the output layer within each of those groups (SGLang's enable-dp-lm-head)."""
+    moe_dense_tp: int | None = None
+    """1 keeps the dense layers of a model with experts whole on every rank (SGLang's moe-dense-tp-size)."""
     dtype: str = "bfloat16"
     """`bfloat16` or `float32`."""
     max_total_tokens: int = 16_384
@@ -263,7 +269,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _choice("rollout.dtype", self.dtype, ("bfloat16", "float32"))
-        for name in ("engines", "tp", "ep", "max_total_tokens", "max_running_requests"):
+        for name in ("engines", "tp", "ep", "dp_attention", "max_total_tokens", "max_running_requests"):
             _at_least(f"rollout.{name}", getattr(self, name), 1)
 
 

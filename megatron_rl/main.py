@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint import STATE, Checkpoints, complete
-from megatron_rl.checks import check, cpus_needed, longest_demonstration, longest_prompt, topology_of
+from megatron_rl.checks import check, cpus_needed, engine_of, longest_demonstration, longest_prompt, topology_of
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
 from megatron_rl.formats.hf_files import read_hf_config
-from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
 from megatron_rl.rollout.options import check_sglang_options
 from megatron_rl.run_directory import RunDirectory, written_whole
@@ -234,7 +233,7 @@ def sync_spec(config: Config, hf: dict[str, Any]) -> Any:
     return SyncSpec(
         hf_config=hf,
         trainer=topology_of(config, load_table(hf)),
-        engine=SglangTopology(tp=config.rollout.tp, ep=config.rollout.ep),
+        engine=engine_of(config),
         trainer_dtype=config.trainer.dtype,
         engine_dtype=config.rollout.dtype,
     )

@@ -1,6 +1,6 @@
 """From a table and a topology to the tensors of one rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.boxes import Box, TensorLayout
@@ -8,7 +8,7 @@ from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.pipeline import Chunk
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.layouts.table import Block, Table
-from megatron_rl.layouts.terms import Expert, Local, Place, Term, local, share, tensors_of
+from megatron_rl.layouts.terms import Expert, Local, Place, Term, axes_of, local, share, tensors_of
 
 
 def megatron_layouts(table: Table, topology: MegatronTopology, rank: int, *, dtype: str) -> tuple[TensorLayout, ...]:
@@ -25,10 +25,16 @@ def megatron_layouts(table: Table, topology: MegatronTopology, rank: int, *, dty
             + "the model has {} and {}: some would be on no rank or on a missing one. ".format(*depths[1])
             + "Give the topology the model's numbers."
         )
-    place = Place(topology.axes(rank), topology.padded_vocab(table.vocab_size))
+    _check_used(
+        topology.asked(), (term for block in table.blocks for row in block.rows for term in row.megatron.values())
+    )
+    place = Place(topology.axes(rank), lambda vocab, _: topology.padded_vocab(vocab))
     layouts: list[TensorLayout] = []
     for number, chunk in enumerate(topology.chunks(rank)):
-        for layer, block in _held(chunk, table):
+        for block in table.blocks:
+            if not _holds(chunk, block):
+                continue
+            layer = block.place - chunk.layers.start if isinstance(block.place, int) else None
             prefix = f"{number}:{block.megatron.format(layer=layer)}"
             for row in block.rows:
                 for name, term in row.megatron.items():
@@ -37,11 +43,19 @@ def megatron_layouts(table: Table, topology: MegatronTopology, rank: int, *, dty
 
 
 def sglang_layouts(table: Table, topology: SglangTopology, rank: int, *, dtype: str) -> tuple[TensorLayout, ...]:
-    """Every parameter of rank `rank` of an SGLang engine, named as in its named_parameters()."""
-    place = Place(topology.axes(rank), topology.padded_vocab(table.vocab_size))
+    """Every parameter of rank `rank` of an SGLang engine, named as in its named_parameters().
+
+    Raises: LayoutError when the topology cannot hold the model.
+    """
+    _check_used(
+        topology.asked(), (term for block in table.blocks for row in block.rows for term in row.sglang.values())
+    )
+    place = Place(topology.axes(rank), topology.padded_vocab)
+    chunk = topology.chunk(rank, table.num_layers)
     return tuple(
         layout
         for block in table.blocks
+        if block.on_every_stage or _holds(chunk, block)
         for row in block.rows
         for name, term in row.sglang.items()
         for layout in _compile(block.sglang + name, term, place, block.hf, dtype)
@@ -68,24 +82,26 @@ def check_megatron(table: Table, topology: MegatronTopology) -> None:
 
 
 def check_sglang(table: Table, topology: SglangTopology) -> None:
-    """Refuse, with a LayoutError, an engine topology that cannot hold the model."""
-    sglang_layouts(table, topology, 0, dtype="float32")
+    """Refuse, with a LayoutError, an engine topology that cannot hold the model; looks at one rank of each stage."""
+    for rank in range(0, topology.world_size, topology.tp):
+        sglang_layouts(table, topology, rank, dtype="float32")
 
 
-def _held(chunk: Chunk, table: Table) -> Iterator[tuple[int | None, Block]]:
-    """The blocks of a chunk, a layer with its index within the chunk."""
-    held = {
-        "first": chunk.has_embedding,
-        "norm": chunk.has_norm,
-        "mtp": chunk.has_mtp,
-        "last": chunk.has_head,
-    }
-    for block in table.blocks:
-        if isinstance(block.place, int):
-            if block.place in chunk.layers:
-                yield block.place - chunk.layers.start, block
-        elif held[block.place]:
-            yield None, block
+def _check_used(asked: Mapping[str, str], terms: Iterable[Term]) -> None:
+    """Refuse an axis that was asked for and cuts no term."""
+    unused = dict(asked)
+    for term in terms:
+        if not unused:
+            return
+        for axis in axes_of(term):
+            unused.pop(axis, None)
+    for message in unused.values():
+        raise LayoutError(message)
+
+
+def _holds(chunk: Chunk, block: Block) -> bool:
+    held = {"first": chunk.has_embedding, "norm": chunk.has_norm, "mtp": chunk.has_mtp, "last": chunk.has_head}
+    return block.place in chunk.layers if isinstance(block.place, int) else held[block.place]
 
 
 def _compile(name: str, term: Term, place: Place, hf: str, dtype: str) -> Iterator[TensorLayout]:

@@ -75,6 +75,11 @@ class MegatronTopology:
             "etp": Axis(at.etp, self.etp, "parallel.etp"),
         }
 
+    def asked(self) -> dict[str, str]:
+        """Axes that the config asks for and that only experts have -> what to say to a model without."""
+        sizes = {"ep": self.ep, "etp": self.etp}
+        return {k: f"parallel.{k}={n}: the model has no experts. Set it to 1." for k, n in sizes.items() if n > 1}
+
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
         """What the rank holds, one entry per virtual stage."""
         return self._pipeline().parts()[self.coordinates(rank).pp :: self.pp]

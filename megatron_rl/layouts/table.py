@@ -35,6 +35,8 @@ class Block:
     """Prefix of the Megatron names within a chunk; "{layer}" stands for the index within the chunk."""
     sglang: str
     rows: tuple[Row, ...]
+    on_every_stage: bool = False
+    """SGLang's class builds it on every pipeline stage (the output layer of some)."""
 
 
 @dataclass(frozen=True, slots=True)

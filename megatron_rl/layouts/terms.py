@@ -4,7 +4,7 @@ A term says what a tensor is on any rank of any topology. `local` works out what
 tensors, stacked along dim 0. No rank or topology is known here beyond the numbers in `Place`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_rl.errors import LayoutError
@@ -100,8 +100,8 @@ class Place:
     """What the terms need to know of a rank."""
 
     axes: Mapping[str, Axis]
-    padded_vocab: int
-    """Rows of the embedding over all ranks, padding included."""
+    padded_vocab: Callable[[int, int], int]
+    """(rows of a vocabulary, ranks that cut it) -> rows over all of them, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,8 @@ def local(term: Piece, place: Place) -> Local:
             a, b = share(t.shape[1] // unit, place.axes[axis], f"{t.name} (blocks of {unit} columns)")
             return _stack((Rectangle(t, (0, a * unit), (t.shape[0], (b - a) * unit)),))
         case PadVocab(t, axis):
-            a, b = share(place.padded_vocab, place.axes[axis], f"{t.name} (padded rows)")
+            rows = place.padded_vocab(t.shape[0], place.axes[axis].size)
+            a, b = share(rows, place.axes[axis], f"{t.name} (padded rows)")
             end = min(b, t.shape[0])
             return Local((b - a, *t.shape[1:]), (_rows(t, a, end),) if a < end else ())
         case PerGroup(tensors, groups, axis):
@@ -171,6 +172,19 @@ def tensors_of(term: Term) -> Iterator[HfTensor]:
             yield from tensors
         case Rep(t) | Rows(t) | Cols(t) | PadVocab(t):
             yield t
+
+
+def axes_of(term: Term) -> Iterator[str]:
+    """The axes that cut a term."""
+    match term:
+        case Expert(inner, axis=axis):
+            yield axis
+            yield from axes_of(inner)
+        case Concat(parts):
+            for part in parts:
+                yield from axes_of(part)
+        case Rows(axis=axis) | Cols(axis=axis) | PadVocab(axis=axis) | PerGroup(axis=axis):
+            yield axis
 
 
 def _rows(tensor: HfTensor, start: int, end: int) -> Rectangle:

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Row, Table
-from megatron_rl.layouts.terms import Cols, Concat, HfTensor, Rep, Rows
+from megatron_rl.layouts.terms import Concat, HfTensor, Rep, Rows
 from megatron_rl.models.family import (
     COMMON,
     EXPERTS,
@@ -17,7 +17,17 @@ from megatron_rl.models.family import (
     rename,
     rotary,
 )
-from megatron_rl.models.rows import decoder, dense_mlp, embedding, gated_mlp, head, routed_experts, router, same
+from megatron_rl.models.rows import (
+    attention_output,
+    decoder,
+    dense_mlp,
+    embedding,
+    gated_mlp,
+    head,
+    routed_experts,
+    router,
+    same,
+)
 
 SUPPORTED: dict[str, Any] = {
     "attention_bias": False,
@@ -45,7 +55,7 @@ def table(hf: HfConfig) -> Table:
     """Every tensor of the main model; the multi-token prediction layers after it are not carried."""
     hidden, layers = read(hf, "hidden_size"), read(hf, "num_hidden_layers")
     vocab = read(hf, "vocab_size")
-    dense = dense_mlp(hidden, read(hf, "intermediate_size"))
+    dense = dense_mlp(hidden, read(hf, "intermediate_size"), axis="dense_tp")
     first_moe = read(hf, "first_k_dense_replace")
     rows = [attention(hf) + (moe(hf) if i >= first_moe else dense) for i in range(layers)]
     return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), *head(vocab, hidden)))
@@ -58,9 +68,8 @@ def attention(hf: HfConfig) -> tuple[Row, ...]:
     nope, rope, value = read(hf, "qk_nope_head_dim"), read(hf, "qk_rope_head_dim"), read(hf, "v_head_dim")
     q_a = HfTensor("self_attn.q_a_proj.weight", (q_rank, hidden))
     kv_a = HfTensor("self_attn.kv_a_proj_with_mqa.weight", (kv_rank + rope, hidden))
-    q_b = Rows(HfTensor("self_attn.q_b_proj.weight", (heads * (nope + rope), q_rank)), "tp", unit=nope + rope)
-    kv_b = Rows(HfTensor("self_attn.kv_b_proj.weight", (heads * (nope + value), kv_rank)), "tp", unit=nope + value)
-    out = Cols(HfTensor("self_attn.o_proj.weight", (hidden, heads * value)), "tp", unit=value)
+    q_b = HfTensor("self_attn.q_b_proj.weight", (heads * (nope + rope), q_rank))
+    kv_b = HfTensor("self_attn.kv_b_proj.weight", (heads * (nope + value), kv_rank))
     return (
         same("input_layernorm.weight", "input_layernorm.weight", (hidden,)),
         Row(
@@ -72,9 +81,16 @@ def attention(hf: HfConfig) -> tuple[Row, ...]:
         ),
         same("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", (q_rank,)),
         same("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", (kv_rank,)),
-        Row(megatron={"self_attention.linear_q_up_proj.weight": q_b}, sglang={q_b.tensor.name: q_b}),
-        Row(megatron={"self_attention.linear_kv_up_proj.weight": kv_b}, sglang={kv_b.tensor.name: kv_b}),
-        Row(megatron={"self_attention.linear_proj.weight": out}, sglang={out.tensor.name: out}),
+        _by_heads("self_attention.linear_q_up_proj.weight", q_b, nope + rope),
+        _by_heads("self_attention.linear_kv_up_proj.weight", kv_b, nope + value),
+        attention_output(hidden, heads, value),
+    )
+
+
+def _by_heads(megatron: str, tensor: HfTensor, dim: int) -> Row:
+    """Heads of `dim` rows each, shared out over the ranks."""
+    return Row(
+        megatron={megatron: Rows(tensor, "tp", unit=dim)}, sglang={tensor.name: Rows(tensor, "attn_tp", unit=dim)}
     )
 
 

@@ -34,13 +34,13 @@ def table(hf: HfConfig) -> Table:
     """Every tensor."""
     hidden, layers, vocab = read(hf, "hidden_size"), read(hf, "num_hidden_layers"), read(hf, "vocab_size")
     experts, size = read(hf, "num_local_experts"), read(hf, "intermediate_size")
-    attention = grouped_attention(
-        hidden, heads=read(hf, "num_attention_heads"), groups=read(hf, "num_key_value_heads"), dim=head_dim(hf)
-    )
+    heads, groups = read(hf, "num_attention_heads"), read(hf, "num_key_value_heads")
+    attention = grouped_attention(hidden, heads=heads, groups=groups, dim=head_dim(hf), axis="tp")
     moe = router(experts, hidden, prefix=PREFIX)
     moe += routed_experts(experts, hidden, size, prefix=PREFIX, names=W1_W3_W2)
     rows = [attention + moe] * layers
-    return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), *head(vocab, hidden)))
+    last = head(vocab, hidden, axis="tp", on_every_stage=True)
+    return Table(vocab, layers, (embedding(vocab, hidden, axis="tp"), *decoder(rows), *last))
 
 
 def architecture(hf: HfConfig) -> Architecture:

@@ -51,7 +51,8 @@ def table(hf: HfConfig) -> Table:
         *gated_mlp("mlp.shared_experts.", hidden, read(hf, NAMES["moe_shared_expert_intermediate_size"]), hf=SHARED),
         same("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", (1, hidden)),
     )
-    return Table(vocab, layers, (embedding(vocab, hidden), *decoder([layer] * layers), *head(vocab, hidden)))
+    last = head(vocab, hidden, on_every_stage=True)
+    return Table(vocab, layers, (embedding(vocab, hidden), *decoder([layer] * layers), *last))
 
 
 def architecture(hf: HfConfig) -> Architecture:

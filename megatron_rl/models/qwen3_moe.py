@@ -40,7 +40,8 @@ def table(hf: HfConfig) -> Table:
     )
     experts, size = read(hf, *COUNT), read(hf, "moe_intermediate_size")
     rows = [attention + router(experts, hidden) + routed_experts(experts, hidden, size)] * layers
-    return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), *head(vocab, hidden)))
+    last = head(vocab, hidden, on_every_stage=True)
+    return Table(vocab, layers, (embedding(vocab, hidden), *decoder(rows), *last))
 
 
 def architecture(hf: HfConfig) -> Architecture:

@@ -1,6 +1,7 @@
 """Rows that families share: embedding, output layer, attention, norms, gated MLPs and routed experts.
 
-H hidden, V vocabulary, I intermediate size of an MLP or of one expert, E experts.
+H hidden, V vocabulary, I intermediate size of an MLP or of one expert, E experts. `axis` is the one of SglangTopology
+that SGLang's class cuts by: classes of one kind differ there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,20 +12,23 @@ from megatron_rl.layouts.terms import Cols, Concat, Expert, HfTensor, PadVocab, 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
-def embedding(vocab_size: int, hidden_size: int) -> Block:
+def embedding(vocab_size: int, hidden_size: int, *, axis: str = "attn_tp") -> Block:
     """What stands before the first layer."""
-    name = "embed_tokens.weight"
-    vocabulary = PadVocab(HfTensor(name, (vocab_size, hidden_size)), "tp")
-    rows = (Row(megatron={"word_embeddings.weight": vocabulary}, sglang={name: vocabulary}),)
+    words = HfTensor("embed_tokens.weight", (vocab_size, hidden_size))
+    rows = (
+        Row(megatron={"word_embeddings.weight": PadVocab(words, "tp")}, sglang={words.name: PadVocab(words, axis)}),
+    )
     return Block("first", "model.", "embedding.", "model.", rows)
 
 
-def head(vocab_size: int, hidden_size: int) -> tuple[Block, Block]:
+def head(
+    vocab_size: int, hidden_size: int, *, axis: str = "head_tp", on_every_stage: bool = False
+) -> tuple[Block, Block]:
     """What stands after the last layer: final norm and output layer, which a pipeline may part."""
     norm = (same("final_layernorm.weight", "norm.weight", (hidden_size,)),)
-    vocabulary = PadVocab(HfTensor("lm_head.weight", (vocab_size, hidden_size)), "tp")
-    output = (Row(megatron={"output_layer.weight": vocabulary}, sglang={"lm_head.weight": vocabulary}),)
-    return Block("norm", "model.", "decoder.", "model.", norm), Block("last", "", "", "", output)
+    out = HfTensor("lm_head.weight", (vocab_size, hidden_size))
+    output = (Row(megatron={"output_layer.weight": PadVocab(out, "tp")}, sglang={out.name: PadVocab(out, axis)}),)
+    return Block("norm", "model.", "decoder.", "model.", norm), Block("last", "", "", "", output, on_every_stage)
 
 
 def decoder(rows: Sequence[tuple[Row, ...]]) -> Iterator[Block]:
@@ -40,7 +44,14 @@ def same(megatron: str, hf: str, shape: tuple[int, ...], *, dtype: str | None = 
 
 
 def grouped_attention(
-    hidden_size: int, *, heads: int, groups: int, dim: int, bias: bool = False, qk_norm: bool = False
+    hidden_size: int,
+    *,
+    heads: int,
+    groups: int,
+    dim: int,
+    bias: bool = False,
+    qk_norm: bool = False,
+    axis: str = "attn_tp",
 ) -> tuple[Row, ...]:
     """Attention with `groups` key-value heads of `dim` rows each, and the norm before it.
 
@@ -52,32 +63,43 @@ def grouped_attention(
     rows = [same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (hidden_size,))]
     for kind, columns in kinds:
         q, k, v = (HfTensor(f"self_attn.{x}_proj.{kind}", (n, *columns)) for x, n in sizes.items())
-        stacked = (Rows(q, "tp", dim), Rows(k, "tp", dim, repeat=True), Rows(v, "tp", dim, repeat=True))
+        stacked = (Rows(q, axis, dim), Rows(k, axis, dim, repeat=True), Rows(v, axis, dim, repeat=True))
         megatron = {f"self_attention.linear_qkv.{kind}": PerGroup((q, k, v), groups, "tp")}
         rows.append(Row(megatron, sglang={f"self_attn.qkv_proj.{kind}": Concat(stacked)}))
     if qk_norm:
         rows += [same(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", (dim,)) for x in "qk"]
-    out = Cols(HfTensor("self_attn.o_proj.weight", (hidden_size, heads * dim)), "tp", unit=dim)
-    return (*rows, Row(megatron={"self_attention.linear_proj.weight": out}, sglang={out.tensor.name: out}))
+    return (*rows, attention_output(hidden_size, heads, dim, axis=axis))
 
 
-def dense_mlp(hidden_size: int, intermediate_size: int) -> tuple[Row, ...]:
+def attention_output(hidden_size: int, heads: int, dim: int, *, axis: str = "attn_tp") -> Row:
+    """The projection of the heads' `dim` values each, back to H."""
+    out = HfTensor("self_attn.o_proj.weight", (hidden_size, heads * dim))
+    megatron = {"self_attention.linear_proj.weight": Cols(out, "tp", unit=dim)}
+    return Row(megatron, sglang={out.name: Cols(out, axis, unit=dim)})
+
+
+def dense_mlp(hidden_size: int, intermediate_size: int, *, axis: str = "tp") -> tuple[Row, ...]:
     """The MLP of a layer without experts, and the norm before it, which Megatron fuses into linear_fc1."""
     norm = same("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", (hidden_size,))
-    return (norm, *gated_mlp("mlp.", hidden_size, intermediate_size))
+    return (norm, *gated_mlp("mlp.", hidden_size, intermediate_size, axis=axis))
 
 
-def gated_mlp(prefix: str, hidden_size: int, intermediate_size: int, *, hf: str | None = None) -> tuple[Row, ...]:
+def gated_mlp(
+    prefix: str, hidden_size: int, intermediate_size: int, *, hf: str | None = None, axis: str = "tp"
+) -> tuple[Row, ...]:
     """gate_proj, up_proj [I, H] and down_proj [H, I] of a dense layer or of shared experts.
 
     `prefix` is both sides', unless `hf` gives that of the HF names, which SGLang keeps.
     """
     hf = prefix if hf is None else hf
     gate, up, down = _gate_up_down(hf, GATE_UP_DOWN, hidden_size, intermediate_size)
-    gate_up = Concat((Rows(gate, "tp"), Rows(up, "tp")))
+
+    def gate_up(axis: str) -> Concat:
+        return Concat((Rows(gate, axis), Rows(up, axis)))
+
     return (
-        Row(megatron={f"{prefix}linear_fc1.weight": gate_up}, sglang={f"{hf}gate_up_proj.weight": gate_up}),
-        Row(megatron={f"{prefix}linear_fc2.weight": Cols(down, "tp")}, sglang={down.name: Cols(down, "tp")}),
+        Row(megatron={f"{prefix}linear_fc1.weight": gate_up("tp")}, sglang={f"{hf}gate_up_proj.weight": gate_up(axis)}),
+        Row(megatron={f"{prefix}linear_fc2.weight": Cols(down, "tp")}, sglang={down.name: Cols(down, axis)}),
     )
 
 

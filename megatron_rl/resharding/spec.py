@@ -51,7 +51,8 @@ def compile_sync(spec: SyncSpec) -> SyncPlan:
         for rank in range(spec.trainer.world_size)
     }
     destinations = {
-        rank: sglang_layouts(table, spec.engine, rank, dtype=spec.engine_dtype) for rank in range(spec.engine.tp)
+        rank: sglang_layouts(table, spec.engine, rank, dtype=spec.engine_dtype)
+        for rank in range(spec.engine.world_size)
     }
     copies = make_plan(sources, destinations)
     return SyncPlan(sources, destinations, copies, plan_hash(copies))

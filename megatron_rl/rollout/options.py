@@ -19,16 +19,25 @@ SET_ELSEWHERE = {
     "model_path": "model.path",
     "tp_size": "rollout.tp",
     "ep_size": "rollout.ep",
+    "attn_dp_size": "rollout.dp_attention",
+    "enable_dp_attention": "rollout.dp_attention",
+    "enable_dp_lm_head": "rollout.dp_lm_head",
+    "moe_dense_tp_size": "rollout.moe_dense_tp",
     "dtype": "rollout.dtype",
     "max_total_tokens": "rollout.max_total_tokens",
     "max_running_requests": "rollout.max_running_requests",
 }
 OURS = ("host", "port", "custom_weight_loader", "weight_version", "skip_tokenizer_init", "device")
 """Set by `command` for every server; another value would break it."""
-_NO_TABLE = "the tables of the weight sync have engines cut by rollout.tp and rollout.ep only"
+_NO_TABLE = "the weight sync knows engines cut by rollout.tp, ep and dp_attention only"
 UNSUPPORTED = {
     "pp_size": _NO_TABLE,
     "dp_size": f"{_NO_TABLE}; for more servers raise rollout.engines",
+    "attn_cp_size": _NO_TABLE,
+    "moe_dp_size": _NO_TABLE,
+    "dwdp_size": _NO_TABLE,
+    "moe_a2a_backend": "it keeps the shared experts whole on every rank, which the layout tables do not say",
+    "enable_eplb": "it moves experts between ranks, which the layout tables do not say",
     "quantization": "the trainer's weights replace the engine's as they are, in rollout.dtype",
 }
 """Accepted by SGLang, and the first weight update would fail. Each with the reason."""
@@ -41,6 +50,9 @@ _SHORT = {
     "pipeline_parallel_size": "pp_size",
     "dp": "dp_size",
     "data_parallel_size": "dp_size",
+    "attention_data_parallel_size": "attn_dp_size",
+    "attention_context_parallel_size": "attn_cp_size",
+    "moe_data_parallel_size": "moe_dp_size",
 }
 
 
@@ -57,6 +69,9 @@ class ServerSettings:
     """`cpu` or "cuda"."""
     tp: int = 1
     ep: int = 1
+    dp_attention: int = 1
+    dp_lm_head: bool = False
+    moe_dense_tp: int | None = None
     dtype: str = "bfloat16"
     max_total_tokens: int = 16_384
     max_running_requests: int = 256
@@ -107,6 +122,9 @@ def command(settings: ServerSettings, *, port: int) -> list[str]:
         "port": port,
         "tp-size": settings.tp,
         "ep-size": settings.ep,
+        "attn-dp-size": settings.dp_attention,
+        "enable-dp-lm-head": settings.dp_lm_head,
+        "moe-dense-tp-size": settings.moe_dense_tp,
         "dtype": settings.dtype,
         "max-total-tokens": settings.max_total_tokens,
         "max-running-requests": settings.max_running_requests,

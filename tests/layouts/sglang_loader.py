@@ -1,7 +1,8 @@
 """Loads a checkpoint with SGLang's own loader, one simulated rank after another, and compares with our layouts.
 
-A program, because SGLang must find its CPU settings before it is imported: sglang_loader.py CHECKPOINT TPxEP ...
-Prints one JSON line per rank: {"tp", "ep", "rank", "differences": [...]}.
+A program, because SGLang must find its CPU settings before it is imported: sglang_loader.py DIRECTORY CUTS, where
+DIRECTORY holds a checkpoint of each family and CUTS is JSON, {family: [fields of SglangTopology]}. Prints one JSON line
+per rank: {"family", "cut", "rank", "differences": [...]}.
 """
 
 import json
@@ -15,6 +16,7 @@ from sglang.srt import runtime_context
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.dp_attention import initialize_dp_attention_flags
 from sglang.srt.model_loader import get_model
 from sglang.srt.server_args import ServerArgs
 
@@ -26,15 +28,24 @@ from megatron_rl.models import load_table
 GROUPS = ("tp", "moe_ep", "moe_tp", "attn_tp", "attn_cp", "pp")
 
 
-def load_rank(checkpoint: Path, *, tp: int, ep: int, rank: int) -> dict[str, torch.Tensor]:
+def load_rank(checkpoint: Path, cut: SglangTopology, rank: int) -> dict[str, torch.Tensor]:
     """Parameters of one rank, loaded by SGLang in this process; its process groups only say where the rank stands."""
     args = ServerArgs(
-        model_path=str(checkpoint), device="cpu", attention_backend="torch_native", tp_size=tp, ep_size=ep
+        model_path=str(checkpoint),
+        device="cpu",
+        attention_backend="torch_native",
+        tp_size=cut.tp,
+        ep_size=cut.ep,
+        pp_size=cut.pp,
+        attn_dp_size=cut.dp_attention,
+        enable_dp_lm_head=cut.dp_lm_head,
+        moe_dense_tp_size=cut.moe_dense_tp,
     )
     model_config = ModelConfig.from_server_args(args)
     runtime_context.reset_context()
     ranks = runtime_context.SpawnRanks(world_rank=rank)
     runtime_context.publish(args, role="scheduler", ranks=ranks, hf_config=model_config.hf_config)
+    initialize_dp_attention_flags(args)
     parallel = runtime_context.get_parallel()
     groups = {f"{g}_group": group(getattr(parallel, f"{g}_rank"), getattr(parallel, f"{g}_size")) for g in GROUPS}
     with parallel.override(**groups):
@@ -69,11 +80,11 @@ def build(layout: TensorLayout, weights: dict[str, torch.Tensor]) -> torch.Tenso
     return local
 
 
-def differences(checkpoint: Path, *, tp: int, ep: int, rank: int) -> list[str]:
-    theirs = load_rank(checkpoint, tp=tp, ep=ep, rank=rank)
+def differences(checkpoint: Path, cut: SglangTopology, rank: int) -> list[str]:
+    theirs = load_rank(checkpoint, cut, rank)
     table = load_table(json.loads((checkpoint / "config.json").read_text()))
     weights = load_file(checkpoint / "model.safetensors")
-    layouts = {t.name: t for t in sglang_layouts(table, SglangTopology(tp, ep), rank, dtype="bfloat16")}
+    layouts = {t.name: t for t in sglang_layouts(table, cut, rank, dtype="bfloat16")}
     found = [f"{name} only on one side" for name in sorted(layouts.keys() ^ theirs.keys())]
     for name in sorted(layouts.keys() & theirs.keys()):
         ours, tensor = build(layouts[name], weights), theirs[name]
@@ -83,8 +94,9 @@ def differences(checkpoint: Path, *, tp: int, ep: int, rank: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    for cut in sys.argv[2:]:
-        tp, ep = map(int, cut.split("x"))
-        for rank in range(tp):
-            found = differences(Path(sys.argv[1]), tp=tp, ep=ep, rank=rank)
-            print(json.dumps({"tp": tp, "ep": ep, "rank": rank, "differences": found}), flush=True)
+    for family, cuts in json.loads(sys.argv[2]).items():
+        for sizes in cuts:
+            cut = SglangTopology(**sizes)
+            for rank in range(cut.world_size):
+                found = differences(Path(sys.argv[1], family), cut, rank)
+                print(json.dumps({"family": family, "cut": sizes, "rank": rank, "differences": found}), flush=True)

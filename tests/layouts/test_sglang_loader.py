@@ -5,20 +5,42 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_rl.errors import LayoutError
+from megatron_rl.layouts.compile import check_sglang
+from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.models import load_table
 from megatron_rl.models.random_checkpoint import write_random_checkpoint
 from tests.tiny import CHARACTERS, TINY
 
 ROOT = Path(__file__).parents[2]
-CUTS = ("1x1", "2x1", "2x2", "4x1", "4x2", "4x4")
+PLAIN = [{}, {"tp": 2}, {"tp": 4}, {"pp": 3}, {"tp": 2, "pp": 2}]
+EXPERTS = [{"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}, {"tp": 4, "ep": 4}, {"tp": 2, "ep": 2, "pp": 2}]
+DP_ATTENTION = [
+    {"tp": 2, "dp_attention": 2},
+    {"tp": 4, "dp_attention": 2, "ep": 4},
+    {"tp": 4, "dp_attention": 2, "ep": 2, "dp_lm_head": True},
+    {"tp": 2, "dp_attention": 2, "pp": 3},
+]
+WHOLE_DENSE_LAYERS = [{"tp": 2, "moe_dense_tp": 1}, {"tp": 4, "moe_dense_tp": 1, "dp_attention": 4, "dp_lm_head": True}]
+CUTS = {
+    "deepseek_v3": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
+    "mixtral": [*PLAIN, *EXPERTS],
+    "qwen2_moe": [*PLAIN, *EXPERTS, *DP_ATTENTION],
+    "qwen3_moe": [*PLAIN, *EXPERTS, *DP_ATTENTION],
+}
+"""What SGLang's class of the family can do."""
 
 
-@pytest.mark.live
-@pytest.mark.parametrize("family", sorted(TINY))
-def test_every_rank_gets_what_sglangs_own_loader_gives_it(family: str, tmp_path: Path) -> None:
-    write_random_checkpoint(tmp_path, TINY[family], characters=CHARACTERS, seed=3, jitter=0.2)
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    """What the program prints: one process for all, because SGLang takes long to import."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for family in TINY:
+        write_random_checkpoint(directory / family, TINY[family], characters=CHARACTERS, seed=3, jitter=0.2)
     stubs = ROOT / "megatron_rl" / "rollout" / "sglang_cpu" / "stubs"
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}:{stubs}",
@@ -27,11 +49,28 @@ def test_every_rank_gets_what_sglangs_own_loader_gives_it(family: str, tmp_path:
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, str(ROOT / "tests" / "layouts" / "sglang_loader.py"), str(tmp_path), *CUTS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, str(ROOT / "tests" / "layouts" / "sglang_loader.py"), str(directory), json.dumps(CUTS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [(r["tp"], r["ep"], r["rank"]) for r in ranks] == [
-        (tp, ep, rank) for tp, ep in ((int(c[0]), int(c[2])) for c in CUTS) for rank in range(tp)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_every_rank_gets_what_sglangs_own_loader_gives_it(family: str, loaded: list[dict[str, Any]]) -> None:
+    ranks = [r for r in loaded if r["family"] == family]
+    assert [(r["cut"], r["rank"]) for r in ranks] == [
+        (cut, rank) for cut in CUTS[family] for rank in range(SglangTopology(**cut).world_size)
     ]
-    assert {(r["tp"], r["ep"], r["rank"]): r["differences"] for r in ranks if r["differences"]} == {}
+    assert [r for r in ranks if r["differences"]] == []
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_what_sglangs_class_of_a_family_does_not_cut_is_refused(family: str) -> None:
+    table = load_table({**TINY[family], "vocab_size": len(CHARACTERS)})
+    for cut in [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS]:
+        if cut in CUTS[family]:
+            check_sglang(table, SglangTopology(**cut))
+        else:
+            with pytest.raises(LayoutError, match="Set it to "):
+                check_sglang(table, SglangTopology(**cut))

@@ -22,7 +22,7 @@ WIDE = HfTensor("wide", (12, 7))
 
 
 def at(rank: int, size: int, term: Piece, *, padded_vocab: int = 0) -> Local:
-    return local(term, Place({"tp": Axis(rank, size, "parallel.tp")}, padded_vocab))
+    return local(term, Place({"tp": Axis(rank, size, "parallel.tp")}, lambda *_: padded_vocab))
 
 
 def spans(piece: Local) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:

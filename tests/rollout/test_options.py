@@ -38,8 +38,8 @@ def test_an_option_that_weight_sync_needs_is_refused() -> None:
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
-        ("pp_size", "cut by rollout.tp and rollout.ep only"),
-        ("pipeline-parallel-size", "cut by rollout.tp and rollout.ep only"),
+        ("pp_size", "cut by rollout.tp, ep and dp_attention only"),
+        ("pipeline-parallel-size", "cut by rollout.tp, ep and dp_attention only"),
         ("dp", "raise rollout.engines"),
         ("quantization", "replace the engine's as they are"),
     ],

@@ -1,5 +1,8 @@
 """What SGLang 0.5.23 lacks to run its torch_native backend without a GPU, with the same weight layout as on one."""
 
+import multiprocessing
+from collections.abc import Callable
+
 import torch
 from sglang.srt.arg_groups import choices
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
@@ -32,6 +35,13 @@ def activate_cpu() -> None:
     HookRegistry.register(
         "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _keep_config, HookType.REPLACE
     )
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _then_fork, HookType.AROUND)
+
+
+def _then_fork(original: Callable[[object], None], server_args: object) -> None:
+    """Spawned, as SGLang wants it, each of its processes imports all of it again: 10 CPU seconds. CUDA alone needs that."""
+    original(server_args)
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def _plain_host_tensor(

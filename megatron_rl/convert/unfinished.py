@@ -36,7 +36,7 @@ def own(partial: Path, now: Mapping[str, object]) -> Iterator[None]:
     """
     if partial.exists() and not (partial / _RECORD).exists() and any(partial.iterdir()):
         raise ConfigError(
-            f"{partial} is in the way and nothing that this command left. Remove it, or choose another --out."
+            f"{partial} is in the way, and nothing that this command left. Remove it, or choose another --out."
         )
     (partial / WHOLE).mkdir(parents=True, exist_ok=True)
     with open(partial / _RECORD, "a+") as record:

@@ -34,7 +34,7 @@ TINY: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": 1,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 1024,
@@ -125,10 +125,36 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 
+TINY["moonlight"] = TINY["deepseek_v3"] | {
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": None,
+    "num_experts_per_tok": 5,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.446,
+    # Those of Kimi-K2; Moonlight has none, and SGLang without a GPU needs some.
+    "rope_scaling": TINY["deepseek_v3"]["rope_scaling"] | {"beta_fast": 1.0, "mscale_all_dim": 1.0},
+}
 GRID = ("deepseek_v3", "qwen3_moe")
 """Families that tests run over every layout and every server; the others, where they differ from these."""
 
 FULL_SIZE: dict[str, dict[str, Any]] = {
+    "moonlight": TINY["moonlight"]
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "rope_scaling": None,
+        "vocab_size": 163840,
+    },
     "mixtral_8x22b": TINY["mixtral"]
     | {
         "hidden_size": 6144,
@@ -185,5 +211,15 @@ FULL_SIZE: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "vocab_size": 151936,
     },
+}
+FULL_SIZE["kimi_k2"] = FULL_SIZE["deepseek_v3"] | {
+    "num_nextn_predict_layers": 0,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "vocab_size": 163840,
 }
 """Published configs, as far as tables read them: for tests that only count."""

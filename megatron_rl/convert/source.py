@@ -62,8 +62,7 @@ def read_source(directory: Path, *, report: Path) -> Source:
         if name in stored and stored[name].dtype == fp8.DTYPE and name + fp8.SCALE in stored
     }
     derived = tuple(name for name in stored if name.endswith(DERIVED))
-    copies = dict(getattr(table, "aliases", {}))  # TODO aliases
-    aliases = {name: copies[name] for name in stored if name in copies}
+    aliases = {name: table.aliases[name] for name in stored if name in table.aliases}
     known = {*expected, *aliases, *derived, *(scale.name for scale in scales.values())}
     missing, extra = [n for n in expected if n not in stored], [n for n in stored if n not in known]
     if missing or extra:

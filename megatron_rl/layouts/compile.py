@@ -1,6 +1,7 @@
 """From a table and a topology to the tensors of one rank."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.boxes import Box, TensorLayout
@@ -62,8 +63,8 @@ def sglang_layouts(table: Table, topology: SglangTopology, rank: int, *, dtype: 
     )
 
 
-def hf_layouts(table: Table, *, dtype: str) -> tuple[TensorLayout, ...]:
-    """Every tensor of the HF checkpoint, as one box each."""
+def hf_layouts(table: Table, *, dtype: str, aliases: Collection[str] = ()) -> tuple[TensorLayout, ...]:
+    """Every tensor of the HF checkpoint, as one box each; then those of the table's aliases that are asked for."""
     layouts = []
     for block in table.blocks:
         for row in block.rows:
@@ -72,7 +73,8 @@ def hf_layouts(table: Table, *, dtype: str) -> tuple[TensorLayout, ...]:
                 for name in [t.name] if experts is None else [t.name.format(expert=e) for e in range(experts)]:
                     box = Box(block.hf + name, zero, zero, t.shape)
                     layouts.append(TensorLayout(box.hf, t.shape, t.dtype or dtype, (box,)))
-    return tuple(layouts)
+    named = {layout.name: layout for layout in layouts}
+    return (*layouts, *(replace(named[table.aliases[name]], name=name) for name in aliases))
 
 
 def check_megatron(table: Table, topology: MegatronTopology) -> None:

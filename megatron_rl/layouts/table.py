@@ -1,7 +1,7 @@
 """A table: every tensor of a model, on both sides, once. Import, export and weight sync all read the same one."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_rl.layouts.terms import Expert, HfTensor, Term, tensors_of
 
@@ -46,6 +46,8 @@ class Table:
     vocab_size: int
     num_layers: int
     blocks: tuple[Block, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """HF tensors that a checkpoint may hold besides, with the one of the model that each must equal."""
 
     @property
     def mtp_layers(self) -> int:

@@ -1,15 +1,11 @@
 """Model families: HF config -> Megatron config and layout table. One file and one line here per family."""
 
-import logging
-
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Table
 from megatron_rl.models import deepseek_v3, mixtral, qwen2_moe, qwen3_moe
 from megatron_rl.models.family import Architecture, Family, HfConfig, refuse
 
 __all__ = ["FAMILIES", "Architecture", "Family", "find_family", "load_architecture", "load_table"]
-
-logger = logging.getLogger(__name__)
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": deepseek_v3.FAMILY,
@@ -46,9 +42,4 @@ def load_table(hf_config: HfConfig) -> Table:
 
 def load_architecture(hf_config: HfConfig) -> Architecture:
     """The model in megatron-core's words. Raises: ConfigError when megatron-core would compute something else."""
-    if hf_config.get("num_nextn_predict_layers", 0):
-        logger.warning(
-            "num_nextn_predict_layers=%d: the multi-token prediction layers are neither trained nor exported",
-            hf_config["num_nextn_predict_layers"],
-        )
     return find_family(hf_config).architecture(hf_config)

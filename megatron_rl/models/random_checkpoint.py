@@ -88,7 +88,8 @@ def _write_weights(path: Path, config: dict[str, Any], *, seed: int, jitter: flo
     generator = torch.Generator().manual_seed(seed)
     std = config.get("initializer_range", INITIALIZER_RANGE)
     tensors = {}
-    for layout in hf_layouts(load_table(config), dtype=_dtype(config)):
+    table = load_table(config)
+    for layout in hf_layouts(table, dtype=_dtype(config)):
         noise = torch.randn(layout.shape, generator=generator)
         if layout.name.endswith("bias"):
             value = noise * jitter
@@ -97,4 +98,5 @@ def _write_weights(path: Path, config: dict[str, Any], *, seed: int, jitter: flo
         else:
             value = noise * std
         tensors[layout.name] = value.to(getattr(torch, layout.dtype))
+    tensors |= {name: tensors[own].clone() for name, own in table.aliases.items()}
     save_file(tensors, path, metadata={"format": "pt"})

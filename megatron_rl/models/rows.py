@@ -37,6 +37,26 @@ def decoder(rows: Sequence[tuple[Row, ...]]) -> Iterator[Block]:
         yield Block(i, f"model.layers.{i}.", "decoder.layers.{layer}.", f"model.layers.{i}.", layer)
 
 
+def prediction(rows: Sequence[tuple[Row, ...]], hidden_size: int, *, first: int) -> Iterator[Block]:
+    """Multi-token prediction layers, from the rows of the decoder layer in each. `first` is the number of the first.
+
+    Each joins the normed embedding of a token with the normed state before it. SGLang's model has none of them.
+    """
+    project = Rows(HfTensor("eh_proj.weight", (hidden_size, 2 * hidden_size)), "tp")
+    ours = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
+    norms = {f"{name}.weight": Rep(HfTensor(f"{hf}.weight", (hidden_size,))) for name, hf in ours.items()}
+    for k, layer in enumerate(rows):
+        inner = {f"mtp_model_layer.{name}": term for row in layer for name, term in row.megatron.items()}
+        row = Row(megatron={**norms, "eh_proj.weight": project, **inner}, sglang={})
+        yield Block("mtp", f"model.layers.{first + k}.", f"mtp.layers.{k}.", "", (row,))
+
+
+def prediction_aliases(layers: int, *, first: int) -> dict[str, str]:
+    """What multi-token prediction layers share with the model, and published checkpoints hold once more."""
+    shared = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    return {f"model.layers.{first + k}.{name}": own for k in range(layers) for name, own in shared.items()}
+
+
 def same(megatron: str, hf: str, shape: tuple[int, ...], *, dtype: str | None = None) -> Row:
     """A tensor that every rank of both sides holds whole; SGLang keeps its HF name."""
     whole = Rep(HfTensor(hf, shape, dtype))

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.config import ParallelConfig, TrainerConfig
@@ -16,6 +14,7 @@ from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.megatron_options import set_elsewhere, wrong_options
 from megatron_rl.models import Architecture
 from megatron_rl.trainer import attention, cpu, local_spec
+from megatron_rl.trainer.model import Gpt, layer_specs
 
 FIXED: dict[str, Any] = {
     "activation_func": F.silu,
@@ -99,12 +98,21 @@ def transformer_config(
         ) from error
 
 
-def start_megatron(parallel: ParallelConfig, *, seed: int) -> bool:
-    """Make this process, already in torch's process group, one of megatron's ranks. Returns: whether it has a GPU."""
+def start_megatron(parallel: ParallelConfig, topology: MegatronTopology, *, tied: bool, seed: int) -> bool:
+    """Make this process, already in torch's process group, one of megatron's ranks. Returns: whether it has a GPU.
+
+    `tied`: the output layer is the embedding.
+    """
     has_cuda = not cpu.install()
     if not has_cuda:
         local_spec.install()
         attention.install()
+    chunks = {stage: topology.chunks(stage * topology.world_size // topology.pp) for stage in range(topology.pp)}
+    # Their gradients are added up. By default megatron takes the first and last stage, and with multi-token prediction
+    # would then add up the embedding's and the output layer's.
+    with_embedding = [
+        stage for stage, held in chunks.items() if any(c.has_embedding or (tied and c.has_head) for c in held)
+    ]
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -112,6 +120,7 @@ def start_megatron(parallel: ParallelConfig, *, seed: int) -> bool:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
+        get_embedding_ranks=lambda stages: [stages[i] for i in with_embedding],
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -137,12 +146,12 @@ def build_chunks(
 
 def build_chunk(
     model: Architecture, config: TransformerConfig, topology: MegatronTopology, *, vp_stage: int | None
-) -> GPTModel:
+) -> Gpt:
     """One virtual pipeline chunk of this rank's model, without DDP. Weights are not set."""
     place = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage),
+    return Gpt(
+        config,
+        **layer_specs(config, vp_stage=vp_stage),
         vocab_size=topology.padded_vocab(model.vocab_size),
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**place),

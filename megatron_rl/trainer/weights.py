@@ -1,10 +1,13 @@
 """Weights between a rank and Hugging Face checkpoints, by the layout table. No rank ever holds a whole model."""
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,8 +16,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_rl.errors import BackendError, DataError
+from megatron_rl.formats import manifest
 from megatron_rl.formats.hf_files import files_of, read_checkpoint
-from megatron_rl.layouts.boxes import TensorLayout
+from megatron_rl.formats.torch_dist import is_torch_dist
+from megatron_rl.layouts.boxes import Box, TensorLayout
+from megatron_rl.layouts.table import Table
 from megatron_rl.resharding.execute import check_tensors, copy_view
 from megatron_rl.resharding.plan import Copy
 
@@ -30,34 +36,73 @@ def named_tensors(chunks: Sequence[DistributedDataParallel], layouts: Sequence[T
 
 
 @torch.no_grad()
-def import_hf(directory: Path, tensors: Mapping[str, Tensor], layouts: Iterable[TensorLayout]) -> None:
+def import_hf(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    layouts: Iterable[TensorLayout],
+    *,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Fill this rank's tensors from a checkpoint, reading only what they need; padding becomes 0.
 
-    Raises: DataError when a tensor is missing, too small, or would lose precision that the table pins.
+    aliases: HF tensors that have to equal others, where the checkpoint holds them.
+    Raises: DataError when a tensor is missing, too small, or differs from its alias.
     """
     files = files_of(directory)
-    opened: dict[Path, Any] = {}
-    for layout in layouts:
-        tensor = tensors[layout.name]
-        if sum(prod(box.shape) for box in layout.boxes) < tensor.numel():
-            tensor.zero_()
-        for box in layout.boxes:
-            if box.hf not in files:
-                raise DataError(
-                    f"{directory} has no tensor {box.hf}, which config.json promises. Is it another model's?"
-                )
-            path = files[box.hf]
-            if path not in opened:
-                opened[path] = safe_open(path, "pt").__enter__()  # noqa: SIM115 # closed with the process's last use
-            source = opened[path].get_slice(box.hf)
-            ends = [a + n for a, n in zip(box.hf_offset, box.shape, strict=True)]
-            if any(end > size for end, size in zip(ends, source.get_shape(), strict=True)):
-                raise DataError(
-                    f"{box.hf} in {path} has shape {source.get_shape()}, and this rank needs it up to {ends}: "
-                    "config.json and weights disagree. Use the config.json that belongs to the weights."
-                )
-            part = source[tuple(slice(a, end) for a, end in zip(box.hf_offset, ends, strict=True))]
-            copy_view(tensor, box.offset, box.shape).copy_(part)
+    copies: dict[str, list[str]] = {}
+    for alias, own in aliases.items():
+        if alias in files:
+            copies.setdefault(own, []).append(alias)
+    with ExitStack() as stack:
+
+        @functools.cache
+        def opened(path: Path) -> Any:
+            return stack.enter_context(safe_open(path, "pt"))
+
+        for layout in layouts:
+            tensor = tensors[layout.name]
+            if sum(prod(box.shape) for box in layout.boxes) < tensor.numel():
+                tensor.zero_()
+            for box in layout.boxes:
+                if box.hf not in files:
+                    raise DataError(_missing(directory, box.hf, layout.name))
+                part = _read(opened(files[box.hf]), files[box.hf], box.hf, box)
+                copy_view(tensor, box.offset, box.shape).copy_(part)
+                for alias in copies.get(box.hf, ()):
+                    if not torch.equal(_read(opened(files[alias]), files[alias], alias, box), part):
+                        raise DataError(
+                            f"{alias} in {directory} differs from {box.hf}, and the model uses one tensor for both: "
+                            "one of the two would be lost. Make them equal, or use the original checkpoint."
+                        )
+
+
+def _read(file: Any, path: Path, name: str, box: Box) -> Tensor:
+    """The rectangle of `box`, of the HF tensor `name` in an opened file."""
+    source = file.get_slice(name)
+    ends = [a + n for a, n in zip(box.hf_offset, box.shape, strict=True)]
+    if any(end > size for end, size in zip(ends, source.get_shape(), strict=True)):
+        raise DataError(
+            f"{name} in {path} has shape {source.get_shape()}, and this rank needs it up to {ends}: "
+            "config.json and weights disagree. Use the config.json that belongs to the weights."
+        )
+    return source[tuple(slice(a, end) for a, end in zip(box.hf_offset, ends, strict=True))]
+
+
+def _missing(directory: Path, hf: str, layout: str) -> str:
+    mend = "Is it another model's?"
+    if ":mtp." in layout:
+        mend = "transformers saves no multi-token prediction layers: then set num_nextn_predict_layers to 0 in it."
+    return f"{directory} has no tensor {hf}, which config.json promises. {mend}"
+
+
+def stored_aliases(source: Path, table: Table) -> list[str]:
+    """Of the table's aliases, those that the checkpoint at `source` holds, or held before it was converted."""
+    if is_torch_dist(source):
+        written = manifest.read(source)
+        stored: Collection[str] = written.aliases if written else ()
+    else:
+        stored = files_of(source)
+    return [name for name in table.aliases if name in stored]
 
 
 @contextlib.contextmanager

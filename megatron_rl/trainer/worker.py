@@ -73,7 +73,9 @@ class Worker:
         torch.set_num_threads(trainer.threads_per_rank)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=trainer.world_size)
-        has_cuda = build.start_megatron(self.config.parallel, seed=self.config.seed)
+        has_cuda = build.start_megatron(
+            self.config.parallel, self.topology, tied=self.model.tied, seed=self.config.seed
+        )
         self.device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
         self.megatron = build.transformer_config(self.model, self.config.parallel, trainer, has_cuda=has_cuda)
         self.chunks = build.build_chunks(
@@ -84,11 +86,13 @@ class Worker:
         layers = [f"{c.layers.start} to {c.layers.stop - 1}" for c in self.topology.chunks(self.rank)]
         size = sum(tensor.numel() for tensor in self.tensors.values()) / 1e6
         logger.info("%s: layers %s, %.3f M parameters", self.topology.coordinates(self.rank), ", ".join(layers), size)
+        if carried := sum(t.numel() for name, t in self.tensors.items() if ":mtp." in name):
+            logger.info("%.3f M of them, for multi-token prediction, are carried along and not trained", carried / 1e6)
         return self.topology.coordinates(self.rank).dp
 
     def _read_weights(self) -> None:
         if not is_torch_dist(self.source):
-            weights.import_hf(self.source, self.tensors, self.layouts)
+            weights.import_hf(self.source, self.tensors, self.layouts, aliases=self.table.aliases)
             return
         if written := manifest.read(self.source):
             # Shared out over the ranks: together they read every byte once more.
@@ -226,7 +230,7 @@ class Worker:
     def export(self, directory: str) -> None:
         """Write a Hugging Face checkpoint into `directory`, which exists; each rank writes its own rectangles."""
         root, dtype = Path(directory), self.config.trainer.dtype
-        whole = hf_layouts(self.table, dtype=dtype)
+        whole = hf_layouts(self.table, dtype=dtype, aliases=weights.stored_aliases(self.source, self.table))
         if self.rank == 0:
             hf_files.copy_companions(self.source, root, dtype=dtype)
             hf_files.write_headers(root, hf_files.split(whole))

@@ -20,12 +20,16 @@ def whole_model(hf: dict[str, Any], *, vocab: int) -> Arrays:
     """The HF checkpoint of a config in tests/tiny.py: name -> ids of that tensor's shape."""
     hidden, shapes = hf["hidden_size"], {}
     shapes["model.embed_tokens.weight"] = (vocab, hidden)
-    for i in range(hf["num_hidden_layers"]):
+    layers = hf["num_hidden_layers"]
+    for i in range(layers + hf.get("num_nextn_predict_layers", 0)):
         layer = f"model.layers.{i}."
         for name, shape in (attention_shapes(hf) | mlp_shapes(hf, i)).items():
             shapes[layer + name] = shape
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{layer}{norm}.weight"] = (hidden,)
+        if i >= layers:
+            shapes |= {f"{layer}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+            shapes[f"{layer}eh_proj.weight"] = (hidden, 2 * hidden)
     shapes["model.norm.weight"] = (hidden,)
     shapes["lm_head.weight"] = (vocab, hidden)
     model, start = {}, 0
@@ -59,9 +63,13 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     else:
         nope, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
         q_rank, kv_rank = hf["q_lora_rank"], hf["kv_lora_rank"]
-        sizes = {"q_a_proj": (q_rank, hidden), "kv_a_proj_with_mqa": (kv_rank + rope, hidden)}
-        sizes |= {"q_b_proj": (heads * (nope + rope), q_rank), "kv_b_proj": (heads * (nope + value), kv_rank)}
-        sizes |= {"o_proj": (hidden, heads * value), "q_a_layernorm": (q_rank,), "kv_a_layernorm": (kv_rank,)}
+        sizes = {"kv_a_proj_with_mqa": (kv_rank + rope, hidden), "kv_b_proj": (heads * (nope + value), kv_rank)}
+        sizes |= {"o_proj": (hidden, heads * value), "kv_a_layernorm": (kv_rank,)}
+        if q_rank is None:
+            sizes["q_proj"] = (heads * (nope + rope), hidden)
+        else:
+            sizes |= {"q_a_proj": (q_rank, hidden), "q_b_proj": (heads * (nope + rope), q_rank)}
+            sizes["q_a_layernorm"] = (q_rank,)
     return biases | {f"self_attn.{name}.weight": shape for name, shape in sizes.items()}
 
 
@@ -125,7 +133,12 @@ def megatron_layer(
                 out[f"self_attention.{n}_layernorm.weight"] = x[f"self_attn.{n}_norm.weight"]
     else:
         out["input_layernorm.weight"] = x["input_layernorm.weight"]
-        for short, name in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
+        ways = {"kv": "kv_a_proj_with_mqa"}
+        if hf["q_lora_rank"] is None:
+            out["self_attention.linear_q_proj.weight"] = cut(x["self_attn.q_proj.weight"], *tp)
+        else:
+            ways["q"] = "q_a_proj"
+        for short, name in ways.items():
             out[f"self_attention.linear_{short}_down_proj.weight"] = x[f"self_attn.{name}.weight"]
             out[f"self_attention.linear_{short}_up_proj.weight"] = cut(x[f"self_attn.{short}_b_proj.weight"], *tp)
             norm = x[f"self_attn.{short}_a_layernorm.weight"]
@@ -153,6 +166,17 @@ def megatron_layer(
     return out
 
 
+def megatron_mtp(hf: dict[str, Any], model: Arrays, number: int, **sizes: tuple[int, int]) -> Arrays:
+    """Tensors of one multi-token prediction layer of a Megatron rank, named below "mtp.layers.{k}."."""
+    layer = hf["num_hidden_layers"] + number
+    at = f"model.layers.{layer}."
+    out = {f"mtp_model_layer.{n}": value for n, value in megatron_layer(hf, model, layer, **sizes).items()}
+    out |= {f"{norm}.weight": model[f"{at}{norm}.weight"] for norm in ("enorm", "hnorm")}
+    out["final_layernorm.weight"] = model[f"{at}shared_head.norm.weight"]
+    out["eh_proj.weight"] = cut(model[f"{at}eh_proj.weight"], *sizes["tp"])
+    return out
+
+
 def sglang_rank(
     hf: dict[str, Any], model: Arrays, *, tp: tuple[int, int], ep: tuple[int, int], moe_tp: tuple[int, int], vocab: int
 ) -> Arrays:
@@ -171,10 +195,15 @@ def sglang_rank(
             for kind in ("weight", "bias") if hf.get("qkv_bias") else ("weight",):
                 y[f"self_attn.qkv_proj.{kind}"] = _qkv(hf, x, kind, *tp)
         else:
-            fused = [x[f"self_attn.{n}.weight"] for n in ("q_a_proj", "kv_a_proj_with_mqa")]
-            y["self_attn.fused_qkv_a_proj_with_mqa.weight"] = np.concatenate(fused)
-            for name in ("self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight"):
-                y[name] = cut(x[name], *tp)
+            way_down = x["self_attn.kv_a_proj_with_mqa.weight"]
+            if hf["q_lora_rank"] is None:
+                y["self_attn.kv_a_proj_with_mqa.weight"] = way_down
+            else:
+                fused = np.concatenate([x["self_attn.q_a_proj.weight"], way_down])
+                y["self_attn.fused_qkv_a_proj_with_mqa.weight"] = fused
+            for name in ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight"):
+                if name in x:
+                    y[name] = cut(x[name], *tp)
         for prefix in ("mlp.", "mlp.shared_experts.", "mlp.shared_expert."):
             if f"{prefix}gate_proj.weight" in x:
                 y[f"{prefix}gate_up_proj.weight"] = gate_up(x, prefix, *tp)

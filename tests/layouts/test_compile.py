@@ -1,6 +1,7 @@
 """Layouts of both sides against tensors cut by hand, over many topologies."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,11 @@ def megatron_topologies(draw: st.DrawFn) -> MegatronTopology:
     return MegatronTopology(stage * pp, 4, tp, pp, vpp, cp, ep, etp, first, last)
 
 
+def of_family(family: str, topology: MegatronTopology) -> MegatronTopology:
+    """The topology with the multi-token prediction layers of a family's tiny model."""
+    return replace(topology, mtp_layers=HF[family].get("num_nextn_predict_layers", 0))
+
+
 def equal(layouts: tuple[Any, ...], wanted: dict[str, np.ndarray], model: dict[str, np.ndarray]) -> None:
     names = [layout.name for layout in layouts]
     assert len(set(names)) == len(names)
@@ -48,7 +54,7 @@ def equal(layouts: tuple[Any, ...], wanted: dict[str, np.ndarray], model: dict[s
 @settings(max_examples=25, deadline=None)
 @given(family=families, topology=megatron_topologies())
 def test_megatron_ranks_hold_what_the_hand_cut_holds_each_element_once(family: str, topology: MegatronTopology) -> None:
-    hf, model = HF[family], MODEL[family]
+    hf, model, topology = HF[family], MODEL[family], of_family(family, topology)
     table = load_table(hf)
     padded = topology.padded_vocab(VOCAB)
     for rank in range(topology.world_size):
@@ -59,6 +65,9 @@ def test_megatron_ranks_hold_what_the_hand_cut_holds_each_element_once(family: s
             for j, layer in enumerate(chunk.layers):
                 tensors = reference.megatron_layer(hf, model, layer, tp=tp, ep=ep, etp=etp)
                 wanted |= {f"{c}:decoder.layers.{j}.{name}": value for name, value in tensors.items()}
+            for k in range(chunk.has_mtp * topology.mtp_layers):
+                tensors = reference.megatron_mtp(hf, model, k, tp=tp, ep=ep, etp=etp)
+                wanted |= {f"{c}:mtp.layers.{k}.{name}": value for name, value in tensors.items()}
             if chunk.has_embedding:
                 embedding = reference.pad_rows(model["model.embed_tokens.weight"], padded)
                 wanted[f"{c}:embedding.word_embeddings.weight"] = reference.cut(embedding, *tp)
@@ -95,23 +104,24 @@ def test_hf_layouts_are_the_checkpoint_itself(family: str) -> None:
 def test_every_row_is_made_of_the_same_hf_tensors_on_both_sides(family: str) -> None:
     table = load_table(HF[family])
     names = {layout.name for layout in hf_layouts(table, dtype="bfloat16")}
-    megatron = megatron_layouts(table, MegatronTopology(1, 4), 0, dtype="bfloat16")
+    megatron = megatron_layouts(table, of_family(family, MegatronTopology(1, 4)), 0, dtype="bfloat16")
     engine = sglang_layouts(table, SglangTopology(), 0, dtype="bfloat16")
     assert {box.hf for layout in megatron for box in layout.boxes} == names
-    assert {box.hf for layout in engine for box in layout.boxes} == names
+    served = {name for name in names if not name.startswith("model.layers.4.")}  # no multi-token prediction
+    assert {box.hf for layout in engine for box in layout.boxes} == served
 
 
 def test_the_correction_bias_stays_float32_on_every_side() -> None:
     table = load_table(HF["deepseek_v3"])
     sides = (
-        megatron_layouts(table, MegatronTopology(1, 4), 0, dtype="bfloat16"),
-        sglang_layouts(table, SglangTopology(), 0, dtype="bfloat16"),
-        hf_layouts(table, dtype="bfloat16"),
+        (megatron_layouts(table, MegatronTopology(1, 4, mtp_layers=1), 0, dtype="bfloat16"), 4),
+        (sglang_layouts(table, SglangTopology(), 0, dtype="bfloat16"), 3),
+        (hf_layouts(table, dtype="bfloat16"), 4),
     )
-    for side in sides:
+    for side, count in sides:
         pinned = {layout.name.rsplit(".", 1)[1] for layout in side if layout.dtype == "float32"}
         assert pinned <= {"expert_bias", "e_score_correction_bias"}
-        assert sum(layout.dtype == "float32" for layout in side) == 3  # layers 1, 2, 3
+        assert sum(layout.dtype == "float32" for layout in side) == count  # layers 1, 2, 3, and prediction
 
 
 @pytest.mark.parametrize(
@@ -124,14 +134,14 @@ def test_the_correction_bias_stays_float32_on_every_side() -> None:
     ],
 )
 def test_a_cut_that_does_not_divide_is_refused_with_the_legal_sizes(family: str, sizes: Any, message: str) -> None:
-    topology = MegatronTopology(world_size=60, num_layers=4, **sizes)
+    topology = of_family(family, MegatronTopology(world_size=60, num_layers=4, **sizes))
     with pytest.raises(LayoutError, match=message):
         check_megatron(load_table(HF[family]), topology)
 
 
 def test_a_late_pipeline_stage_is_checked_too() -> None:
     # Layer 0 is dense: with pp=4 the first stage alone would let ep=5 pass.
-    topology = MegatronTopology(world_size=20, num_layers=4, pp=4, ep=5)
+    topology = MegatronTopology(world_size=20, num_layers=4, pp=4, ep=5, mtp_layers=1)
     megatron_layouts(load_table(HF["deepseek_v3"]), topology, 0, dtype="bfloat16")
     with pytest.raises(LayoutError, match="parallel.ep=5"):
         check_megatron(load_table(HF["deepseek_v3"]), topology)
@@ -145,7 +155,7 @@ def test_an_engine_repeats_key_value_heads_only_in_whole_multiples() -> None:
 
 
 def test_one_rank_of_a_671b_model_compiles_within_a_second() -> None:
-    topology = MegatronTopology(512, 61, tp=2, pp=16, ep=32, first_stage_layers=3, last_stage_layers=2)
+    topology = MegatronTopology(512, 61, tp=2, pp=16, ep=32, first_stage_layers=3, last_stage_layers=2, mtp_layers=1)
     start = time.perf_counter()
     layouts = megatron_layouts(load_table(FULL_SIZE["deepseek_v3"]), topology, 200, dtype="bfloat16")
     assert time.perf_counter() - start < 1.0  # 10 ms when written

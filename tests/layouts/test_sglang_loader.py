@@ -28,6 +28,7 @@ DP_ATTENTION = [
 WHOLE_DENSE_LAYERS = [{"tp": 2, "moe_dense_tp": 1}, {"tp": 4, "moe_dense_tp": 1, "dp_attention": 4, "dp_lm_head": True}]
 CUTS = {
     "deepseek_v3": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
+    "moonlight": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
     "mixtral": [*PLAIN, *EXPERTS],
     "qwen2_moe": [*PLAIN, *EXPERTS, *DP_ATTENTION],
     "qwen3_moe": [*PLAIN, *EXPERTS, *DP_ATTENTION],

@@ -1,12 +1,15 @@
 """Families: what they refuse, how many parameters they count, and that both libraries agree on the rest."""
 
 import json
+from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.layouts.compile import hf_layouts
 from megatron_rl.models import load_architecture, load_table
 from tests.tiny import FULL_SIZE, TINY
@@ -17,28 +20,39 @@ MIXTRAL = {**TINY["mixtral"], "vocab_size": 61}
 YARN = DEEPSEEK["rope_scaling"]
 
 
-def count(hf: dict[str, Any]) -> int:
-    total = 0
-    for layout in hf_layouts(load_table(hf), dtype="bfloat16"):
-        size = 1
-        for extent in layout.shape:
-            size *= extent
-        total += size
-    return total
+def count(layouts: Iterable[TensorLayout]) -> int:
+    return sum(prod(layout.shape) for layout in layouts)
 
 
 @pytest.mark.parametrize(
     ("model", "parameters"),
     [
-        # The main model's weights, and a correction bias for each of 256 experts of 58 layers.
-        ("deepseek_v3", 671_026_404_352 + 256 * 58),
+        # Moonlight: 16 B; Kimi-K2: 1 T, which its report rounds to 1.04.
+        ("kimi_k2", 1_026_408_232_448),
         ("mixtral_8x22b", 140_620_634_112),
+        ("moonlight", 15_960_110_208),
         ("qwen2_57b_a14b", 57_408_658_944),
         ("qwen3_moe", 30_532_122_624),
     ],
 )
 def test_a_published_model_has_the_parameters_of_its_report(model: str, parameters: int) -> None:
-    assert count(FULL_SIZE[model]) == parameters
+    assert count(hf_layouts(load_table(FULL_SIZE[model]), dtype="bfloat16")) == parameters
+
+
+def test_deepseek_v3_has_671_billion_parameters_and_13_for_multi_token_prediction() -> None:
+    table = load_table(FULL_SIZE["deepseek_v3"])
+    both = hf_layouts(table, dtype="bfloat16")
+    with_copies = hf_layouts(table, dtype="bfloat16", aliases=table.aliases)
+    main = [layout for layout in both if not layout.name.startswith("model.layers.61.")]
+    # Weights, and a correction bias for each of 256 experts of 58 layers.
+    assert count(main) == 671_026_404_352 + 256 * 58
+    # "11.5B unique parameters, excluding the shared 0.9B Embedding and 0.9B output Head" (README_WEIGHTS.md).
+    assert count(both) - count(main) == 11_610_068_224
+    assert count(with_copies) - count(both) == 2 * 129_280 * 7168
+    assert {layout.name for layout in with_copies[len(both) :]} == {
+        "model.layers.61.embed_tokens.weight",
+        "model.layers.61.shared_head.head.weight",
+    }
 
 
 @pytest.mark.parametrize("family", sorted(TINY))
@@ -51,7 +65,9 @@ def test_a_checkpoint_that_transformers_writes_has_exactly_our_tensors(family: s
         theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
     # Read from the config.json that transformers wrote, whose keys differ from ours.
     hf = json.loads((tmp_path / "config.json").read_text())
-    assert {layout.name: layout.shape for layout in hf_layouts(load_table(hf), dtype="bfloat16")} == theirs
+    ours = {layout.name: layout.shape for layout in hf_layouts(load_table(hf), dtype="bfloat16")}
+    # transformers has no layers for multi-token prediction.
+    assert {name: shape for name, shape in ours.items() if not name.startswith("model.layers.4.")} == theirs
     assert load_architecture(hf).megatron == load_architecture({**TINY[family], "vocab_size": 61}).megatron
 
 
@@ -108,7 +124,8 @@ def test_probabilities_that_are_not_renormalized_take_softmax_first() -> None:
         ({**DEEPSEEK, "quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\).*Convert it first"),
         ({**QWEN, "tie_word_embeddings": True}, r"tie_word_embeddings=True; for Qwen3MoeForCausalLM only False"),
         ({**QWEN, "mlp_only_layers": [2]}, r"mlp_only_layers=\[2\]"),
-        ({**DEEPSEEK, "q_lora_rank": None}, r"has no 'q_lora_rank'"),
+        ({key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"}, r"has no 'q_lora_rank'"),
+        ({**DEEPSEEK, "first_k_dense_replace": 4}, r"num_nextn_predict_layers=1 .* Set num_nextn_predict_layers to 0"),
     ],
 )
 def test_a_model_we_cannot_carry_is_refused(hf: dict[str, Any], message: str) -> None:

@@ -25,7 +25,9 @@ ENGINES = {"tp1": SglangTopology(), "tp2": SglangTopology(tp=2), "tp2_ep2": Sgla
 
 
 def make_spec(family: str, trainer: str, engine: str, dtype: str = "float32", to: str = "float32") -> SyncSpec:
-    return SyncSpec({**TINY[family], "vocab_size": VOCAB}, TRAINERS[trainer], ENGINES[engine], dtype, to)
+    mtp = TINY[family].get("num_nextn_predict_layers", 0)
+    topology = replace(TRAINERS[trainer], mtp_layers=mtp)
+    return SyncSpec({**TINY[family], "vocab_size": VOCAB}, topology, ENGINES[engine], dtype, to)
 
 
 def hf_value(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

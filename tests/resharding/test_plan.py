@@ -17,7 +17,7 @@ from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
 from megatron_rl.resharding.plan import Copy, make_plan, plan_hash
 from tests.layouts import reference
-from tests.layouts.test_compile import HF, MODEL, families, megatron_topologies
+from tests.layouts.test_compile import HF, MODEL, families, megatron_topologies, of_family
 
 Layouts = dict[int, tuple[TensorLayout, ...]]
 
@@ -115,7 +115,7 @@ def test_a_sync_gives_every_engine_rank_its_tensors_and_no_padding(
     family: str, topology: MegatronTopology, engine: tuple[int, int]
 ) -> None:
     hf, model, (tp, ep) = HF[family], MODEL[family], engine
-    table, moe_tp = load_table(hf), tp // ep
+    table, moe_tp, topology = load_table(hf), tp // ep, of_family(family, topology)
     sources = {r: megatron_layouts(table, topology, r, dtype="float32") for r in range(topology.world_size)}
     destinations = {r: sglang_layouts(table, SglangTopology(tp, ep), r, dtype="bfloat16") for r in range(tp)}
     plan = make_plan(sources, destinations)
@@ -130,7 +130,7 @@ def test_a_sync_gives_every_engine_rank_its_tensors_and_no_padding(
 @settings(max_examples=15, deadline=None)
 @given(family=families, topology=megatron_topologies())
 def test_an_export_gives_back_the_checkpoint(family: str, topology: MegatronTopology) -> None:
-    model, table = MODEL[family], load_table(HF[family])
+    model, table, topology = MODEL[family], load_table(HF[family]), of_family(family, topology)
     sources = {r: megatron_layouts(table, topology, r, dtype="bfloat16") for r in range(topology.world_size)}
     destinations = {0: hf_layouts(table, dtype="bfloat16")}
     plan = make_plan(sources, destinations)
@@ -140,7 +140,7 @@ def test_an_export_gives_back_the_checkpoint(family: str, topology: MegatronTopo
 
 @pytest.mark.parametrize("family", sorted(HF))
 def test_no_replica_is_ahead_of_another_by_more_than_one_rectangle(family: str) -> None:
-    table, topology = load_table(HF[family]), MegatronTopology(world_size=6, num_layers=4, tp=2)
+    table, topology = load_table(HF[family]), of_family(family, MegatronTopology(world_size=6, num_layers=4, tp=2))
     sources = {r: megatron_layouts(table, topology, r, dtype="bfloat16") for r in range(6)}
     plan = make_plan(sources, {0: hf_layouts(table, dtype="bfloat16")})
     sent: Counter[int] = Counter()

@@ -117,7 +117,10 @@ def push_here(server: Server, spec: SyncSpec, path: Path, **damage: Any) -> None
 def test_an_error_on_one_rank_names_it_and_a_later_push_heals(engines: Engines, fresh: dict[int, Any]) -> None:
     server = engines.servers[2]
     good = SyncSpec(
-        hf_config(engines.path), MegatronTopology(world_size=1, num_layers=4), SglangTopology(tp=2), *["float32"] * 2
+        hf_config(engines.path),
+        MegatronTopology(world_size=1, num_layers=4, mtp_layers=int(engines.family == "deepseek_v3")),
+        SglangTopology(tp=2),
+        *["float32"] * 2,
     )
     narrow = replace(good, engine_dtype="bfloat16")
 

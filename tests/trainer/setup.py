@@ -95,9 +95,10 @@ def start(rank: int, config: Config, directory: str, meeting: str, phase: str = 
 
 
 def gradients_of(worker: Worker) -> dict[str, torch.Tensor]:
-    """This rank's gradients under their layout names."""
+    """This rank's gradients under their layout names; multi-token prediction layers have none."""
     return {
         f"{i}:{name}": p.main_grad.detach().clone()
         for i, chunk in enumerate(worker.chunks)
         for name, p in chunk.module.named_parameters()
+        if p.requires_grad
     }

@@ -92,7 +92,7 @@ def to_hf(gradients: dict[str, Tensor], layouts: tuple[TensorLayout, ...]) -> di
     """HF name -> [(slices of the HF tensor, what this rank holds of it)]."""
     out: dict[str, list[tuple[Any, Tensor]]] = {}
     for layout in layouts:
-        if layout.name.endswith("expert_bias"):
+        if layout.name.endswith("expert_bias") or ":mtp." in layout.name:
             continue
         for box in layout.boxes:
             where = tuple(slice(a, a + n) for a, n in zip(box.hf_offset, box.shape, strict=True))

@@ -1,0 +1,92 @@
+"""What DeepSeek-V3 and GLM-4.5 share around their attention: dense layers, then experts chosen by sigmoid scores and a
+correction bias ("noaux_tc"), shared experts, and layers for multi-token prediction."""
+
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.layouts.table import Row, Table
+from megatron_rl.models.family import COMMON, EXPERTS, FIXED, HfConfig, read, rename
+from megatron_rl.models.rows import (
+    decoder,
+    dense_mlp,
+    embedding,
+    gated_mlp,
+    head,
+    prediction,
+    prediction_aliases,
+    routed_experts,
+    router,
+    same,
+)
+
+SUPPORTED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
+}
+NAMES = {"num_moe_experts": "n_routed_experts", "moe_router_topk_scaling_factor": "routed_scaling_factor"}
+
+
+def table(hf: HfConfig, attention: tuple[Row, ...]) -> Table:
+    """Every tensor of a model with these rows of attention in each layer; those of multi-token prediction last."""
+    hidden, layers, vocab = read(hf, "hidden_size"), read(hf, "num_hidden_layers"), read(hf, "vocab_size")
+    dense, moe = attention + dense_mlp(hidden, read(hf, "intermediate_size"), axis="dense_tp"), attention + _moe(hf)
+    rows = [dense if i < read(hf, "first_k_dense_replace") else moe for i in range(layers)]
+    extra = _prediction_layers(hf)
+    blocks = (embedding(vocab, hidden), *decoder(rows), *head(vocab, hidden))
+    mtp = prediction([moe] * extra, hidden, first=layers)
+    return Table(vocab, layers, (*blocks, *mtp), prediction_aliases(extra, first=layers))
+
+
+def megatron(hf: HfConfig) -> dict[str, Any]:
+    """megatron-core's words for all but attention."""
+    layers, first = read(hf, "num_hidden_layers"), read(hf, "first_k_dense_replace")
+    return {
+        **FIXED,
+        **rename(hf, COMMON | EXPERTS | NAMES),
+        "moe_layer_freq": [int(i >= first) for i in range(layers)],
+        "moe_shared_expert_intermediate_size": read(hf, "moe_intermediate_size") * read(hf, "n_shared_experts"),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "mtp_num_layers": _prediction_layers(hf) or None,
+        **_groups(hf),
+    }
+
+
+def _prediction_layers(hf: HfConfig) -> int:
+    count, dense = int(hf.get("num_nextn_predict_layers") or 0), read(hf, "first_k_dense_replace")
+    if count and dense >= (layers := read(hf, "num_hidden_layers")):
+        raise ConfigError(
+            f"config.json has num_nextn_predict_layers={count} and first_k_dense_replace={dense} of {layers} layers: "
+            "Megatron makes prediction layers like the last one, this architecture with experts. Set "
+            "num_nextn_predict_layers to 0."
+        )
+    return count
+
+
+def _moe(hf: HfConfig) -> tuple[Row, ...]:
+    """Router, routed experts and shared experts. The correction bias is float32 on every side."""
+    hidden, experts, size = read(hf, "hidden_size"), read(hf, "n_routed_experts"), read(hf, "moe_intermediate_size")
+    return (
+        *router(experts, hidden),
+        same("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", (experts,), dtype="float32"),
+        *routed_experts(experts, hidden, size),
+        *gated_mlp("mlp.shared_experts.", hidden, size * read(hf, "n_shared_experts")),
+    )
+
+
+def _groups(hf: HfConfig) -> dict[str, int]:
+    """Group-limited routing. Megatron scores a group by its best topk/topk_group experts, DeepSeek by its best two."""
+    groups, kept, topk = read(hf, "n_group"), read(hf, "topk_group"), read(hf, "num_experts_per_tok")
+    if groups == kept:
+        return {}
+    if topk // kept != 2:
+        raise ConfigError(
+            f"num_experts_per_tok={topk} with topk_group={kept} of n_group={groups}: Megatron scores a group by its "
+            f"best {topk // kept} experts, this architecture by its best 2. Set num_experts_per_tok to {2 * kept}, or "
+            "n_group and topk_group to 1."
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}

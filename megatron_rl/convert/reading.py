@@ -109,11 +109,12 @@ def wanted(checkpoint: Checkpoint) -> list[Wanted]:
             f"{checkpoint.weights} lacks {len(lacking)} of {len(placement.spots)} tensors of the model: "
             f"{', '.join(lacking[:10])}. It was saved from another model than {checkpoint.model / 'config.json'} says."
         )
-    layouts = hf_layouts(load_table(checkpoint.config), dtype="")
+    table = load_table(checkpoint.config)
+    layouts = hf_layouts(table, dtype="")
     if known is None:
         _refuse_cast(checkpoint, contents, {t.name: (placement.spots[t.name][0].key, t.dtype) for t in layouts})
         dtypes = {name: contents.dtypes[spots[0].key] for name, spots in placement.spots.items()}
-        names = [(layout.name, layout.name) for layout in layouts]
+        names = [*((layout.name, layout.name) for layout in layouts), *table.aliases.items()]
     else:
         dtypes = {name: entry.dtype for name, entry in known.tensors.items()}
         names = [(name, known.aliases.get(name, name)) for name in known.tensors]

@@ -17,6 +17,7 @@ from megatron_rl.convert.importing import import_checkpoint
 from megatron_rl.convert.verifying import verify_checkpoint
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.formats import manifest, torch_dist
+from megatron_rl.models import load_table
 from megatron_rl.trainer import state
 from tests.trainer.ranks import run_ranks
 from tests.trainer.setup import make_config, start, write_checkpoint
@@ -51,6 +52,8 @@ def test_shards_mixed_dtypes_and_odd_values_come_back_as_they_were(tmp_path: Pat
     for i, (name, tensor) in enumerate(sorted(tensors.items())):
         if "correction_bias" not in name:
             tensors[name] = tensor.to(dtypes[i % 3])
+    for name, own in load_table(json.loads((hf / "config.json").read_text())).aliases.items():
+        tensors[name] = tensors[own].clone()
     tensors["model.norm.weight"][:4] = torch.tensor([torch.nan, torch.inf, -0.0, 1e-40])
     names = sorted(tensors, key=lambda name: name[::-1])  # neighbours of the model in different files
     (hf / "model.safetensors").unlink()

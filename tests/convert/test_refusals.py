@@ -60,16 +60,16 @@ def test_missing_and_extra_tensors(hf: Path) -> None:
 def test_many_missing_tensors_are_all_listed_in_a_file(hf: Path) -> None:
     edit(hf, lambda tensors: [tensors.pop(name) for name in list(tensors) if "experts.3." in name])
 
-    refused(hf, DataError, r"lacks 9 tensors")
+    refused(hf, DataError, r"lacks 12 tensors")
     edit(hf, lambda tensors: [tensors.pop(name) for name in list(tensors) if "experts.4." in name])
-    refused(hf, DataError, r"lacks 18 tensors .*; and 8 more, all of them listed in .*out\.refused\.txt\. Use")
-    assert len(hf.with_name("out.refused.txt").read_text().splitlines()) == 18
+    refused(hf, DataError, r"lacks 24 tensors .*; and 14 more, all of them listed in .*out\.refused\.txt\. Use")
+    assert len(hf.with_name("out.refused.txt").read_text().splitlines()) == 24
 
 
 def test_a_config_with_fewer_layers_than_the_weights(hf: Path) -> None:
-    edit_config(hf, num_hidden_layers=3)
+    edit_config(hf, num_hidden_layers=3, num_nextn_predict_layers=0)
 
-    refused(hf, DataError, r"has 50 that the model does not: extra: model\.layers\.3\..*Use the config\.json that")
+    refused(hf, DataError, r"has 106 that the model does not: extra: model\.layers\.3\..*Use the config\.json that")
 
 
 def test_a_shape_that_config_json_does_not_promise(hf: Path) -> None:

@@ -13,6 +13,10 @@ from megatron_rl.layouts.boxes import TensorLayout
 Arrays = dict[str, np.ndarray]
 EXPERTS = {"mixtral": ("block_sparse_moe.", ("w1", "w3", "w2"))}
 """Prefix of a layer's router and experts, and the experts' names of gate, up and down, where they are not the usual."""
+PLAIN_TP = ("llama", "mixtral", "qwen2")
+"""model_type of families whose class in SGLang knows no data-parallel attention."""
+WHOLE_DENSE = ("deepseek_v3", "glm4_moe", "kimi_k2")
+"""Those whose dense layers moe_dense_tp makes whole."""
 USUAL = ("mlp.", ("gate_proj", "up_proj", "down_proj"))
 
 
@@ -103,6 +107,13 @@ def cut(array: np.ndarray, ranks: int, rank: int, axis: int = 0) -> np.ndarray:
     return np.split(array, ranks, axis)[rank]
 
 
+def cut_heads(array: np.ndarray, heads: int, ranks: int, rank: int, axis: int = 0) -> np.ndarray:
+    """The share of `rank` in whole heads."""
+    width = array.shape[axis] // heads
+    mine = cut(np.arange(heads), ranks, rank)
+    return array.take([head * width + i for head in mine for i in range(width)], axis)
+
+
 def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
     """-1 below."""
     return np.concatenate([array, np.full((rows - len(array), *array.shape[1:]), -1)])
@@ -119,14 +130,16 @@ def megatron_layer(
     """Tensors of one layer of a Megatron rank, named below "decoder.layers.{j}."; each size comes as (ranks, rank)."""
     at = f"model.layers.{layer}."
     x = {name.removeprefix(at): value for name, value in model.items() if name.startswith(at)}
-    out = {"self_attention.linear_proj.weight": cut(x["self_attn.o_proj.weight"], *tp, axis=1)}
+    heads = hf["num_attention_heads"]
+    out = {"self_attention.linear_proj.weight": cut_heads(x["self_attn.o_proj.weight"], heads, *tp, axis=1)}
     if is_grouped(hf):
         groups, dim = hf["num_key_value_heads"], head_dim(hf)
         for kind in ("weight", "bias") if hf.get("qkv_bias") else ("weight",):
             parts = [x[f"self_attn.{n}_proj.{kind}"] for n in "qkv"]
             qkv = np.concatenate([part.reshape(groups, -1, *part.shape[1:]) for part in parts], axis=1)
-            assert qkv.shape[1] == (hf["num_attention_heads"] // groups + 2) * dim
-            out[f"self_attention.linear_qkv.{kind}"] = cut(qkv.reshape(-1, *qkv.shape[2:]), *tp)
+            assert qkv.shape[1] == (heads // groups + 2) * dim
+            mine = cut(qkv, *tp)
+            out[f"self_attention.linear_qkv.{kind}"] = mine.reshape(-1, *mine.shape[2:])
         out["self_attention.linear_qkv.layer_norm_weight"] = x["input_layernorm.weight"]
         for n in "qk":
             if f"self_attn.{n}_norm.weight" in x:
@@ -135,12 +148,14 @@ def megatron_layer(
         out["input_layernorm.weight"] = x["input_layernorm.weight"]
         ways = {"kv": "kv_a_proj_with_mqa"}
         if hf["q_lora_rank"] is None:
-            out["self_attention.linear_q_proj.weight"] = cut(x["self_attn.q_proj.weight"], *tp)
+            out["self_attention.linear_q_proj.weight"] = cut_heads(x["self_attn.q_proj.weight"], heads, *tp)
         else:
             ways["q"] = "q_a_proj"
         for short, name in ways.items():
             out[f"self_attention.linear_{short}_down_proj.weight"] = x[f"self_attn.{name}.weight"]
-            out[f"self_attention.linear_{short}_up_proj.weight"] = cut(x[f"self_attn.{short}_b_proj.weight"], *tp)
+            out[f"self_attention.linear_{short}_up_proj.weight"] = cut_heads(
+                x[f"self_attn.{short}_b_proj.weight"], heads, *tp
+            )
             norm = x[f"self_attn.{short}_a_layernorm.weight"]
             out[f"self_attention.linear_{short}_up_proj.layer_norm_weight"] = norm
     prefix, names = EXPERTS.get(hf["model_type"], USUAL)
@@ -177,51 +192,48 @@ def megatron_mtp(hf: dict[str, Any], model: Arrays, number: int, **sizes: tuple[
     return out
 
 
-def sglang_rank(
-    hf: dict[str, Any], model: Arrays, *, tp: tuple[int, int], ep: tuple[int, int], moe_tp: tuple[int, int], vocab: int
-) -> Arrays:
-    """All tensors of a rank of an engine whose embedding has `vocab` rows, padding included."""
-    out = {"model.norm.weight": model["model.norm.weight"]}
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        out[name] = cut(pad_rows(model[name], vocab), *tp)
-    for i in range(hf["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        x = {name.removeprefix(at): value for name, value in model.items() if name.startswith(at)}
-        moe, names = EXPERTS.get(hf["model_type"], USUAL)
-        whole = (f"{moe}gate.weight", "mlp.shared_expert_gate.weight")
-        y = {n: value for n, value in x.items() if n in whole or (value.ndim == 1 and not n.endswith("_proj.bias"))}
-        y["self_attn.o_proj.weight"] = cut(x["self_attn.o_proj.weight"], *tp, axis=1)
-        if is_grouped(hf):
-            for kind in ("weight", "bias") if hf.get("qkv_bias") else ("weight",):
-                y[f"self_attn.qkv_proj.{kind}"] = _qkv(hf, x, kind, *tp)
+def sglang_layer(hf: dict[str, Any], model: Arrays, layer: int, at: dict[str, tuple[int, int]]) -> Arrays:
+    """Tensors of one layer of an engine's rank, whole names; `at` gives (ranks, rank) along each axis."""
+    prefix = f"model.layers.{layer}."
+    x = {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
+    moe, names = EXPERTS.get(hf["model_type"], USUAL)
+    attention, heads = at["attn" if hf["model_type"] not in PLAIN_TP else "tp"], hf["num_attention_heads"]
+    whole = (f"{moe}gate.weight", "mlp.shared_expert_gate.weight")
+    y = {n: value for n, value in x.items() if n in whole or (value.ndim == 1 and not n.endswith("_proj.bias"))}
+    y["self_attn.o_proj.weight"] = cut_heads(x["self_attn.o_proj.weight"], heads, *attention, axis=1)
+    if is_grouped(hf):
+        for kind in ("weight", "bias") if hf.get("qkv_bias") else ("weight",):
+            y[f"self_attn.qkv_proj.{kind}"] = _qkv(hf, x, kind, *attention)
+    else:
+        way_down = x["self_attn.kv_a_proj_with_mqa.weight"]
+        if hf["q_lora_rank"] is None:
+            y["self_attn.kv_a_proj_with_mqa.weight"] = way_down
         else:
-            way_down = x["self_attn.kv_a_proj_with_mqa.weight"]
-            if hf["q_lora_rank"] is None:
-                y["self_attn.kv_a_proj_with_mqa.weight"] = way_down
-            else:
-                fused = np.concatenate([x["self_attn.q_a_proj.weight"], way_down])
-                y["self_attn.fused_qkv_a_proj_with_mqa.weight"] = fused
-            for name in ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight"):
-                if name in x:
-                    y[name] = cut(x[name], *tp)
-        for prefix in ("mlp.", "mlp.shared_experts.", "mlp.shared_expert."):
-            if f"{prefix}gate_proj.weight" in x:
-                y[f"{prefix}gate_up_proj.weight"] = gate_up(x, prefix, *tp)
-                y[f"{prefix}down_proj.weight"] = cut(x[f"{prefix}down_proj.weight"], *tp, axis=1)
-        if f"{moe}gate.weight" in x:
-            mine = [f"{moe}experts.{e}." for e in cut(np.arange(len(x[f"{moe}gate.weight"])), *ep)]
-            y[f"{moe}experts.w13_weight"] = np.stack([gate_up(x, expert, *moe_tp, names) for expert in mine])
-            down = [cut(x[f"{expert}{names[2]}.weight"], *moe_tp, axis=1) for expert in mine]
-            y[f"{moe}experts.w2_weight"] = np.stack(down)
-        out |= {at + name: value for name, value in y.items()}
-    return out
+            fused = np.concatenate([x["self_attn.q_a_proj.weight"], way_down])
+            y["self_attn.fused_qkv_a_proj_with_mqa.weight"] = fused
+        for name in ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight"):
+            if name in x:
+                y[name] = cut_heads(x[name], heads, *attention)
+    dense = at["dense" if hf["model_type"] in WHOLE_DENSE else "tp"]
+    for below, axis in (("mlp.", dense), ("mlp.shared_experts.", at["tp"]), ("mlp.shared_expert.", at["tp"])):
+        if f"{below}gate_proj.weight" in x:
+            y[f"{below}gate_up_proj.weight"] = gate_up(x, below, *axis)
+            y[f"{below}down_proj.weight"] = cut(x[f"{below}down_proj.weight"], *axis, axis=1)
+    if f"{moe}gate.weight" in x:
+        mine = [f"{moe}experts.{e}." for e in cut(np.arange(len(x[f"{moe}gate.weight"])), *at["ep"])]
+        y[f"{moe}experts.w13_weight"] = np.stack([gate_up(x, expert, *at["moe_tp"], names) for expert in mine])
+        down = [cut(x[f"{expert}{names[2]}.weight"], *at["moe_tp"], axis=1) for expert in mine]
+        y[f"{moe}experts.w2_weight"] = np.stack(down)
+    return {prefix + name: value for name, value in y.items()}
 
 
 def _qkv(hf: dict[str, Any], x: Arrays, kind: str, ranks: int, rank: int) -> np.ndarray:
     """[q; k; v]; when there are more ranks than key-value heads, each head is on several neighbouring ranks."""
     groups, dim = hf["num_key_value_heads"], head_dim(hf)
-    head_of = np.arange(ranks) * groups // ranks if ranks > groups else None
-    parts = [cut(x[f"self_attn.q_proj.{kind}"], ranks, rank)]
+    head_of = np.repeat(np.arange(groups), ranks // groups) if ranks > groups else None
+    if head_of is not None and len(head_of) != ranks:
+        raise ValueError(f"{groups} heads on {ranks} ranks")
+    parts = [cut_heads(x[f"self_attn.q_proj.{kind}"], hf["num_attention_heads"], ranks, rank)]
     for n in "kv":
         tensor = x[f"self_attn.{n}_proj.{kind}"]
         heads = tensor.reshape(groups, dim, *tensor.shape[1:])

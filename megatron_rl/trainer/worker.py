@@ -6,7 +6,6 @@ A plain class; `trainer.MegatronTrainer` runs one in each actor. Unless said oth
 import json
 import logging
 import os
-import socket
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,11 +54,12 @@ class Worker:
         self.senders: dict[str, Sender] = {}
 
     def address(self) -> str:
-        """`tcp://host:port`, free on this machine now: where the ranks can meet. Any rank may call it alone."""
+        """`tcp://host:port` where the ranks can meet; for rank 0, which listens there from now on."""
         host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-        with socket.socket() as s:
-            s.bind((host, 0))
-            return f"tcp://{host}:{s.getsockname()[1]}"
+        # Held until the ranks meet: a port that is only looked up may be another process's by then. `multi_tenant` lets
+        # init_process_group find this listener in place of starting its own.
+        self.meeting = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return f"tcp://{host}:{self.meeting.port}"
 
     def build(self, address: str) -> int:
         """Meet the other ranks at `address`, build the model, read its weights. Returns: this data-parallel rank.

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from safetensors.torch import load_file
 from megatron_rl import cluster
 from megatron_rl.errors import BackendError, DataError
 from megatron_rl.trainer.trainer import MegatronTrainer
+from megatron_rl.trainer.worker import Worker
 from megatron_rl.types import Batch
+from tests.trainer.ranks import run_ranks
 from tests.trainer.setup import make_batch, make_config, make_rollouts, write_checkpoint
 
 pytestmark = pytest.mark.live
@@ -39,6 +42,27 @@ def stored_batch(seed: int) -> Batch:
         type(s)(s.prompt_id, s.group, references[i // 2], s.row, 0, 0, "stop", 0, 0.0) for i, s in enumerate(samples)
     ]
     return Batch(samples=tuple(samples), schedule=SCHEDULE, advantages=np.array([1, -1, 0.5, -0.5], np.float32))
+
+
+def meet(rank: int, directory: str, config: Any, pipe: tuple[int, int]) -> str:
+    worker = Worker(config, rank, directory)
+    if rank == 0:
+        address = worker.address()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", int(address.rpartition(":")[2])))  # another program that looks for a free port
+        os.write(pipe[1], address.encode())
+    else:
+        address = os.read(pipe[0], 100).decode()
+    worker.build(address)
+    return address
+
+
+def test_the_port_where_ranks_meet_cannot_be_taken_before_they_do(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "hf", "qwen3_moe")
+
+    addresses = run_ranks(2, meet, directory, make_config({"ep": 2}, world_size=2), os.pipe())
+
+    assert addresses[0] == addresses[1]
 
 
 def test_trainer_trains_saves_resumes_exports_and_reports_a_dead_rank(pool: Any, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def activate_cpu() -> None:
 
 
 def _then_fork(original: Callable[[object], None], server_args: object) -> None:
-    """Spawned, as SGLang wants it, each of its processes imports all of it again: 10 CPU seconds. CUDA alone needs that."""
+    """Spawned, as SGLang wants it, each of its processes imports all of it again: 10 CPU seconds. CUDA needs that."""
     original(server_args)
     multiprocessing.set_start_method("fork", force=True)
 

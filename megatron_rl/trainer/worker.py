@@ -58,7 +58,7 @@ class Worker:
         host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
         # Held until the ranks meet: a port that is only looked up may be another process's by then. `multi_tenant` lets
         # init_process_group find this listener in place of starting its own.
-        self.meeting = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        self.meeting = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)  # type: ignore[attr-defined]
         return f"tcp://{host}:{self.meeting.port}"
 
     def build(self, address: str) -> int:

@@ -143,8 +143,12 @@ def convert(*arguments: str) -> tuple[float, Memory]:
 
 
 def kill_and_resume(source: Path, out: Path) -> tuple[int, int, int]:
-    """Kill -9 an import half-way, start it again. Returns: (bytes redone, of the largest unit, of all units)."""
-    process = subprocess.Popen([*CONVERT, "import", "--hf", str(source), "--out", str(out)])
+    """Kill -9 an import by two processes half-way, start it again.
+
+    Returns: bytes redone, of the largest unit, of all units.
+    """
+    words = ["import", "--hf", str(source), "--out", str(out), "--processes", "2"]
+    process = subprocess.Popen([*CONVERT, *words])
     partial = out.with_name(out.name + ".partial")
     while len(list(partial.glob("unit-*.json"))) < 24:  # of 64 or so
         if process.poll() is not None:
@@ -158,7 +162,7 @@ def kill_and_resume(source: Path, out: Path) -> tuple[int, int, int]:
     done = {json.loads(path.read_text())["items"][0]["file"] for path in partial.glob("unit-*.json")}
     redone = sum(path.stat().st_size for path in partial.glob("*.tmp"))
     redone += sum(p.stat().st_size for p in (partial / "whole").glob("*.distcp") if p.name not in done)
-    convert("import", "--hf", str(source), "--out", str(out))
+    convert(*words)
     sizes = [p.stat().st_size for p in out.glob("*.distcp")]
     return redone, max(sizes), sum(sizes)
 

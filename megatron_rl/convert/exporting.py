@@ -58,10 +58,13 @@ def export_checkpoint(directory: Path, out: Path, *, processes: int, quantize: b
     refuse_full(out)
     checkpoint = find_checkpoint(directory)
     partial = partial_of(out)
+    tensors = in_child(wanted, checkpoint)
+    files = _files(checkpoint, tensors, quantize=quantize)
+    total = sum(hf_files.nbytes(tensor) for group in files.values() for tensor in group)
+    done = sum(path.stat().st_blocks * 512 for path in (partial / WHOLE).glob("*.safetensors"))
+    check_space(total - done, out)
     with own(partial, _fingerprint(checkpoint, quantize=quantize)):
-        tensors = in_child(wanted, checkpoint)
-        files = _files(checkpoint, tensors, quantize=quantize)
-        places = _headers(partial / WHOLE, files, out)
+        places = _headers(partial / WHOLE, files)
         groups = batches(tensors, lambda tensor: tensor.nbytes, UNIT_BYTES)
         units = []
         for i, group in enumerate(groups):
@@ -79,7 +82,6 @@ def export_checkpoint(directory: Path, out: Path, *, processes: int, quantize: b
             _companions(checkpoint, partial / WHOLE, tensors, quantize=quantize)
             os.rename(partial / WHOLE, out)
     shutil.rmtree(partial)
-    total = sum(place.nbytes for place in places.values())
     notes = [f"{len(places)} tensors, {total / 1e9:.2f} GB -> {out}"]
     if checkpoint.manifest is None:
         notes.append(f"{checkpoint.weights} has no manifest: nothing says what its tensors should hash to")
@@ -111,11 +113,10 @@ def _files(checkpoint: Checkpoint, tensors: Sequence[Wanted], *, quantize: bool)
     return files
 
 
-def _headers(directory: Path, files: Mapping[str, Sequence[New]], out: Path) -> dict[str, Stored]:
+def _headers(directory: Path, files: Mapping[str, Sequence[New]]) -> dict[str, Stored]:
     """Write the headers, unless an earlier process did."""
     done = directory.parent / "headers.done"
     if not done.exists():
-        check_space(directory, sum(hf_files.nbytes(t) for group in files.values() for t in group), out=out)
         hf_files.write_headers(directory, files)
         done.touch()
     return hf_files.read_checkpoint(directory)

@@ -90,10 +90,11 @@ def import_checkpoint(directory: Path, out: Path, *, processes: int) -> list[str
     total = sum(prod(t.shape) * NBYTES[found.dtype(name)] for name, t in found.tensors.items())
     unit_bytes = max(min(UNIT_BYTES, total // UNITS), 1)
     partial = partial_of(out)
+    done = sum(path.stat().st_size for path in (partial / WHOLE).glob("*" + torch_dist.SUFFIX))
+    check_space(total - done, out)
     with own(partial, fingerprint(found, unit_bytes=unit_bytes)):
         placement, units = in_child(_plan, found, partial, unit_bytes)
         todo = [unit for unit in units if not unit.record.exists()]
-        check_space(partial, sum(unit.nbytes for unit in todo), out=out)
         over_units(write_unit, todo, [unit.nbytes for unit in todo], processes=processes, what="import")
         _finish(found, placement, units, partial / WHOLE)
         os.rename(partial / WHOLE, out)

@@ -71,9 +71,9 @@ def _refuse_another(partial: Path, before: Mapping[str, object], now: Mapping[st
     )
 
 
-def check_space(directory: Path, nbytes: int, *, out: Path) -> None:
-    """Raises: BackendError unless the disk has room for so many bytes more, and one in a hundred over."""
-    free, need = shutil.disk_usage(directory).free, nbytes + nbytes // 100 + 1_000_000
+def check_space(nbytes: int, out: Path) -> None:
+    """Raises: BackendError unless the disk of `out` has room for so many bytes more, and one in a hundred over."""
+    free, need = shutil.disk_usage(out.absolute().parent).free, nbytes + nbytes // 100 + 1_000_000
     if free < need:
         raise BackendError(
             f"{need / 1e9:.2f} GB are needed for {out} and {free / 1e9:.2f} GB are free there. Free "

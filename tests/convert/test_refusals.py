@@ -157,7 +157,7 @@ def test_an_out_directory_in_use(hf: Path, tmp_path: Path) -> None:
 
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"1010000\.00 GB are needed for .*out and .* free there\. Free .* GB, or"):
-        check_space(tmp_path, 10**15, out=tmp_path / "out")
+        check_space(10**15, tmp_path / "out")
 
 
 def test_a_source_that_changed_before_the_import_went_on(tmp_path: Path) -> None:

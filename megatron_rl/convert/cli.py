@@ -15,8 +15,8 @@ from megatron_rl.convert.verifying import verify_checkpoint
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError
 
 DONE, DIFFERENT, REFUSED, INTERRUPTED = 0, 1, 2, 130
-PROCESSES = 8
-"""At most, unless the user says otherwise: a disk is not faster with more."""
+PER_CORE, PROCESSES = 2, 8
+"""Workers wait for the disk half of the time; no disk is faster with more than so many. The user may say otherwise."""
 
 DESCRIPTION = """Hugging Face checkpoints into megatron-core's distributed format (torch_dist) and back, bit for bit.
 
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     compares.add_argument("--checkpoint", type=Path, required=True, help="what import wrote")
     compares.add_argument("--hf", type=Path, help="compare with this Hugging Face checkpoint too")
     for one in (reads, writes, compares):
-        default = min(len(os.sched_getaffinity(0)), PROCESSES)
+        default = min(PER_CORE * len(os.sched_getaffinity(0)), PROCESSES)
         one.add_argument("--processes", type=_positive, default=default, help=f"at the same time (here {default})")
     return parser
 

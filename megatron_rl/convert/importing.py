@@ -5,8 +5,9 @@ the process dies; what is whole appears by one rename.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from megatron_rl.formats.manifest import FileEntry, Manifest, TensorEntry
 from megatron_rl.formats.torch_dist import Item
 
 PIECE_BYTES = 32_000_000
-"""Read and written at once; rows that take more are alone."""
+"""An item; a row that takes more is alone."""
+BLOCK_BYTES = 1 << 20
+"""Read and written at once: what stays in a cache between reading, hashing and writing."""
 UNIT_BYTES, UNITS = 256_000_000, 64
 """A unit, which is what a kill loses, is at most the first and at most a share of so many."""
 
@@ -143,22 +146,20 @@ def write_unit(unit: Unit) -> None:
     """Write one file and its record, each whole or not at all. Runs in a worker."""
     items: list[Item] = []
     hashes: dict[str, str] = {}
-    whole = xxhash.xxh3_128()
+    whole, at = xxhash.xxh3_128(), 0
     temporary = unit.partial / f"{unit.file}.tmp"
     try:
         with open(temporary, "wb", buffering=0) as out:
-            at = 0
             for job in unit.jobs:
                 digest = xxhash.xxh3_128()
-                for part, data in _read_parts(unit.source, job):
-                    digest.update(data)
+                for part, blocks in _read_parts(unit.source, job):
                     before, after = unit.envelopes[job.dtype, part.shape]
-                    for block in (before, data, after):
+                    start = at
+                    for block in chain([before], _hashed(blocks, digest), [after]):
                         whole.update(block)
                         write_all(out.fileno(), block)
-                    size = len(before) + len(data) + len(after)
-                    items.append(Item(part.key, part.offset, part.shape, unit.file, at, size))
-                    at += size
+                        at += len(block)
+                    items.append(Item(part.key, part.offset, part.shape, unit.file, start, at - start))
                 hashes[job.tensor.name] = digest.hexdigest()
             os.fsync(out.fileno())
         os.rename(temporary, unit.partial / WHOLE / unit.file)
@@ -171,21 +172,36 @@ def write_unit(unit: Unit) -> None:
         ) from error
 
 
-def _read_parts(directory: Path, job: Job) -> Iterator[tuple[Part, memoryview]]:
-    """The parts of a tensor with their bytes as written, which the next step overwrites."""
+def _hashed(blocks: Iterable[bytes | memoryview], digest: xxhash.xxh3_128) -> Iterator[bytes | memoryview]:
+    for block in blocks:
+        digest.update(block)
+        yield block
+
+
+def _read_parts(directory: Path, job: Job) -> Iterator[tuple[Part, Iterator[bytes | memoryview]]]:
+    """The parts of a tensor, each with its bytes as written, block by block; the next step overwrites a block."""
     tensor = job.tensor
     row_bytes = prod(tensor.shape[1:]) * NBYTES[tensor.dtype]
-    scale = None if job.scale is None else fp8.read_scale(directory, job.scale)
-    buffer = memoryview(bytearray(max((part.rows for part in job.parts), default=0) * row_bytes))
     with open(directory / tensor.file, "rb", buffering=0) as f:
         for part in job.parts:
             f.seek(tensor.at + part.row * row_bytes)
-            data = buffer[: part.rows * row_bytes]
-            read_all(f.fileno(), data)
-            if scale is not None:
-                array = np.frombuffer(data, np.uint8)
-                data = memoryview(fp8.dequantize(array, scale, first_row=part.row, columns=tensor.shape[1]))
-            yield part, data
+            nbytes = part.rows * row_bytes
+            if job.scale is None:
+                yield part, _blocks(f.fileno(), nbytes, BLOCK_BYTES)
+                continue
+            scale = fp8.read_scale(directory, job.scale)
+            (data,) = _blocks(f.fileno(), nbytes, nbytes)
+            array = np.frombuffer(data, np.uint8)
+            yield part, iter([fp8.dequantize(array, scale, first_row=part.row, columns=tensor.shape[1])])
+
+
+def _blocks(fd: int, nbytes: int, size: int) -> Iterator[memoryview]:
+    """The next `nbytes` of a file, in one buffer."""
+    buffer = memoryview(bytearray(min(size, nbytes)))
+    for start in range(0, nbytes, size):
+        block = buffer[: min(size, nbytes - start)]
+        read_all(fd, block)
+        yield block
 
 
 def _finish(found: Source, placement: Placement, units: Sequence[Unit], directory: Path) -> None:

@@ -44,6 +44,10 @@ class Placement:
 
 def find_placement(hf: HfConfig) -> Placement:
     """Imports megatron and makes this process its rank: call it in one that ends afterwards (`workers.in_child`)."""
+    import torch
+
+    # megatron decorates functions with it, which imports the compiler for seconds; nothing is computed here.
+    torch.compile = lambda function=None, *_, **__: function or (lambda f: f)  # type: ignore[assignment]
     from megatron_rl.trainer.skeleton import skeleton
 
     table = load_table(hf)

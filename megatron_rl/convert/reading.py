@@ -21,8 +21,8 @@ from megatron_rl.layouts.compile import hf_layouts
 from megatron_rl.models import load_table
 from megatron_rl.models.family import HfConfig
 
-WINDOW_BYTES = 32_000_000
-"""Read at once."""
+WINDOW_BYTES = 1 << 20
+"""Read at once: what stays in a cache until it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,8 @@ def wanted(checkpoint: Checkpoint) -> list[Wanted]:
 
     Raises: DataError when the checkpoint lacks one, or holds it in a narrower dtype than the model keeps it in.
     """
+    from megatron_rl.trainer.weights import stored_aliases
+
     contents = torch_dist.read_contents(checkpoint.weights)
     placement = find_placement(checkpoint.config)
     index = {key: _Index(items) for key, items in contents.items.items()}
@@ -114,7 +116,8 @@ def wanted(checkpoint: Checkpoint) -> list[Wanted]:
     if known is None:
         _refuse_cast(checkpoint, contents, {t.name: (placement.spots[t.name][0].key, t.dtype) for t in layouts})
         dtypes = {name: contents.dtypes[spots[0].key] for name, spots in placement.spots.items()}
-        names = [*((layout.name, layout.name) for layout in layouts), *table.aliases.items()]
+        copies = stored_aliases(checkpoint.model, table) if any(checkpoint.model.glob("*.safetensors")) else []
+        names = [*((layout.name, layout.name) for layout in layouts), *((n, table.aliases[n]) for n in copies)]
     else:
         dtypes = {name: entry.dtype for name, entry in known.tensors.items()}
         names = [(name, known.aliases.get(name, name)) for name in known.tensors]

@@ -25,7 +25,7 @@ CONFIG = {
     "quant_method": "fp8",
     "weight_block_size": [BLOCK, BLOCK],
 }
-_QUANTIZED = re.compile(r"\.(layers)\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight$")
+_QUANTIZED = re.compile(r"\.layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight$")
 
 
 def without_quantization(config: HfConfig) -> HfConfig:

@@ -1,5 +1,6 @@
 """Which rectangle of which torch_dist tensor every rectangle of every HF tensor is: layout table times skeleton."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -44,6 +45,7 @@ class Placement:
 
 def find_placement(hf: HfConfig) -> Placement:
     """Imports megatron and makes this process its rank: call it in one that ends afterwards (`workers.in_child`)."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # names do not depend on it, and a GPU would be taken for nothing
     import torch
 
     # megatron decorates functions with it, which imports the compiler for seconds; nothing is computed here.

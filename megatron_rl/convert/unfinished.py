@@ -38,7 +38,7 @@ def own(partial: Path, now: Mapping[str, object]) -> Iterator[None]:
         raise ConfigError(
             f"{partial} is in the way, and nothing that this command left. Remove it, or choose another --out."
         )
-    (partial / WHOLE).mkdir(parents=True, exist_ok=True)
+    partial.mkdir(exist_ok=True)
     with open(partial / _RECORD, "a+") as record:
         try:
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -50,6 +50,7 @@ def own(partial: Path, now: Mapping[str, object]) -> Iterator[None]:
         else:
             json.dump(now, record)
             record.flush()
+        (partial / WHOLE).mkdir(exist_ok=True)
         for path in partial.glob("*.tmp"):
             path.unlink()
         yield

@@ -223,3 +223,15 @@ def test_the_manifest_says_what_each_tensor_hashes_to(tmp_path: Path) -> None:
             data = f.get_tensor(name).view(torch.uint8).numpy()
             assert entry.xxh3 == xxhash.xxh3_128(np.ascontiguousarray(data)).hexdigest(), name
     assert set(written.files) == {p.name for p in (tmp_path / "megatron").iterdir()} - {"manifest.json"}
+
+
+def test_fp8_is_for_the_linears_of_attention_and_experts() -> None:
+    """As in DeepSeek-V3's model.safetensors.index.json: those and no others have a weight_scale_inv."""
+    layer = "model.layers.3."
+    yes = ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.o_proj", "mlp.down_proj"]
+    yes += ["mlp.experts.7.gate_proj", "mlp.shared_experts.up_proj", "block_sparse_moe.experts.0.w2"]
+    no = ["input_layernorm", "mlp.gate", "mlp.shared_expert_gate", "eh_proj", "embed_tokens", "shared_head.head"]
+
+    assert [name for name in yes + no if fp8.is_quantized(f"{layer}{name}.weight", (8, 8))] == yes
+    assert not any(fp8.is_quantized(f"{name}.weight", (8, 8)) for name in ("lm_head", "model.embed_tokens"))
+    assert not fp8.is_quantized(f"{layer}self_attn.q_proj.bias", (8,))

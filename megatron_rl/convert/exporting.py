@@ -154,18 +154,12 @@ def _write(reader: Reader, tensor: Wanted, places: Mapping[str, Stored], fd: int
     for row, window in reader.windows(tensor, multiple=fp8.BLOCK if scale else 1):
         digest.update(memoryview(window).cast("B"))
         if scale is None:
-            _pwrite(fd, memoryview(window).cast("B"), place.at + row * window.shape[1])
+            hf_files.write_at(fd, memoryview(window).cast("B"), place.at + row * window.shape[1])
             continue
         data, factors = fp8.quantize(window, dtype=tensor.dtype, columns=tensor.columns)
-        _pwrite(fd, memoryview(data), place.at + row * tensor.columns)
-        _pwrite(fd, memoryview(factors), scale.at + row // fp8.BLOCK * scale.shape[1] * 4)
+        hf_files.write_at(fd, data, place.at + row * tensor.columns)
+        hf_files.write_at(fd, factors, scale.at + row // fp8.BLOCK * scale.shape[1] * 4)
     return digest.hexdigest()
-
-
-def _pwrite(fd: int, view: memoryview, at: int) -> None:
-    while view:
-        count = os.pwrite(fd, view, at)
-        view, at = view[count:], at + count
 
 
 def _companions(checkpoint: Checkpoint, directory: Path, tensors: Sequence[Wanted], *, quantize: bool) -> None:

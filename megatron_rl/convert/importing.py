@@ -17,11 +17,11 @@ import xxhash
 from megatron_rl.convert import fp8, source
 from megatron_rl.convert.placement import Placement, find_placement
 from megatron_rl.convert.source import Source, fingerprint, read_source
-from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, read_all, refuse_full, write_all
+from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, refuse_full
 from megatron_rl.convert.workers import batches, in_child, over_units
-from megatron_rl.errors import BackendError
+from megatron_rl.errors import BackendError, DataError
 from megatron_rl.formats import manifest, torch_dist
-from megatron_rl.formats.hf_files import MANIFEST, NBYTES, Stored, companions
+from megatron_rl.formats.hf_files import MANIFEST, NBYTES, Stored, companions, write_at
 from megatron_rl.formats.manifest import FileEntry, Manifest, TensorEntry
 from megatron_rl.formats.torch_dist import Item
 
@@ -157,7 +157,7 @@ def write_unit(unit: Unit) -> None:
                     start = at
                     for block in chain([before], _hashed(blocks, digest), [after]):
                         whole.update(block)
-                        write_all(out.fileno(), block)
+                        write_at(out.fileno(), block, at)
                         at += len(block)
                     items.append(Item(part.key, part.offset, part.shape, unit.file, start, at - start))
                 hashes[job.tensor.name] = digest.hexdigest()
@@ -199,8 +199,12 @@ def _blocks(fd: int, nbytes: int, size: int) -> Iterator[memoryview]:
     """The next `nbytes` of a file, in one buffer."""
     buffer = memoryview(bytearray(min(size, nbytes)))
     for start in range(0, nbytes, size):
-        block = buffer[: min(size, nbytes - start)]
-        read_all(fd, block)
+        block = left = buffer[: min(size, nbytes - start)]
+        while left:
+            count = os.readv(fd, [left])
+            if not count:
+                raise DataError("A file ends before its header says: it was cut while it was read. Take it whole.")
+            left = left[count:]
         yield block
 
 

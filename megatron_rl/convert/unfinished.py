@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -80,19 +79,3 @@ def check_space(nbytes: int, out: Path) -> None:
             f"{need / 1e9:.2f} GB are needed for {out} and {free / 1e9:.2f} GB are free there. Free "
             f"{(need - free) / 1e9:.2f} GB, or choose another --out."
         )
-
-
-def read_all(fd: int, view: memoryview) -> None:
-    """Fill `view`. Raises: DataError when the file ends before."""
-    while view:
-        count = os.readv(fd, [view])
-        if not count:
-            raise DataError("A file ends before its header says: it was cut while it was read. Take it whole.")
-        view = view[count:]
-
-
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all of `data`."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

@@ -1,6 +1,7 @@
 """Hugging Face checkpoints on disk: headers and indices of safetensors files, and the files that go with weights."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,6 +198,14 @@ def write_headers(directory: Path, files: Mapping[str, Sequence[Described]]) -> 
         total = sum(tensor.nbytes for tensor in stored.values())
         (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
     return stored
+
+
+def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
+    """Write all of `data` at a place of an open file."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, at)
+        view, at = view[written:], at + written
 
 
 def _file_name(i: int, count: int) -> str:

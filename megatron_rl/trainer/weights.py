@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl.errors import BackendError, DataError
 from megatron_rl.formats import manifest
-from megatron_rl.formats.hf_files import files_of, read_checkpoint
+from megatron_rl.formats.hf_files import files_of, read_checkpoint, write_at
 from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.layouts.boxes import Box, TensorLayout
 from megatron_rl.layouts.table import Table
@@ -145,15 +145,8 @@ def _write(fd: int, base: int, shape: Sequence[int], copy: Copy, source: Tensor)
     width = prod(shape[1:])
     whole_rows = tuple(copy.shape[1:]) == tuple(shape[1:])
     if whole_rows:
-        _pwrite(fd, data.numpy().tobytes(), base + copy.dst_offset[0] * width * item)
+        write_at(fd, data.numpy().tobytes(), base + copy.dst_offset[0] * width * item)
         return
     assert len(shape) == 2, (copy, shape)
     for i, row in enumerate(data.numpy()):
-        _pwrite(fd, row.tobytes(), base + ((copy.dst_offset[0] + i) * width + copy.dst_offset[1]) * item)
-
-
-def _pwrite(fd: int, data: bytes, at: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, at)
-        view, at = view[written:], at + written
+        write_at(fd, row.tobytes(), base + ((copy.dst_offset[0] + i) * width + copy.dst_offset[1]) * item)

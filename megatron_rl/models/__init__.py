@@ -2,13 +2,14 @@
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Table
-from megatron_rl.models import deepseek_v3, mixtral, qwen2_moe, qwen3_moe
+from megatron_rl.models import deepseek_v3, glm4_moe, mixtral, qwen2_moe, qwen3_moe
 from megatron_rl.models.family import Architecture, Family, HfConfig, refuse
 
 __all__ = ["FAMILIES", "Architecture", "Family", "find_family", "load_architecture", "load_table"]
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": deepseek_v3.FAMILY,
+    "Glm4MoeForCausalLM": glm4_moe.FAMILY,
     "MixtralForCausalLM": mixtral.FAMILY,
     "Qwen2MoeForCausalLM": qwen2_moe.FAMILY,
     "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
@@ -23,7 +24,8 @@ def find_family(hf_config: HfConfig) -> Family:
     names = hf_config.get("architectures") or ["(none)"]
     if names[0] not in FAMILIES:
         raise ConfigError(
-            f"Architecture {names[0]!r} in config.json is not known. Known: {', '.join(sorted(FAMILIES))}."
+            f"Architecture {names[0]!r} in config.json is not known. Known: {', '.join(sorted(FAMILIES))}. "
+            'CONTRIBUTING.md says how to add one: "Adding a model family".'
         )
     if quantization := hf_config.get("quantization_config"):
         raise ConfigError(

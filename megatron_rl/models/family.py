@@ -34,6 +34,8 @@ class Architecture:
     """Without padding."""
     rotary_base: float
     max_position_embeddings: int
+    rotary_percent: float = 1.0
+    """Of each head's rows, the first that are rotated."""
     tied: bool = False
     """Whether the output layer is the embedding; no family here has that yet."""
 

@@ -30,13 +30,23 @@ SUPPORTED: dict[str, Any] = {
 NAMES = {"num_moe_experts": "n_routed_experts", "moe_router_topk_scaling_factor": "routed_scaling_factor"}
 
 
-def table(hf: HfConfig, attention: tuple[Row, ...]) -> Table:
-    """Every tensor of a model with these rows of attention in each layer; those of multi-token prediction last."""
+def table(
+    hf: HfConfig,
+    attention: tuple[Row, ...],
+    *,
+    sglang_router_dtype: str | None = None,
+    head_on_every_stage: bool = False,
+) -> Table:
+    """Every tensor of a model with these rows of attention in each layer; those of multi-token prediction last.
+
+    SGLang's class may keep routers in a dtype of their own, and build the output layer on every pipeline stage.
+    """
     hidden, layers, vocab = read(hf, "hidden_size"), read(hf, "num_hidden_layers"), read(hf, "vocab_size")
-    dense, moe = attention + dense_mlp(hidden, read(hf, "intermediate_size"), axis="dense_tp"), attention + _moe(hf)
+    dense = attention + dense_mlp(hidden, read(hf, "intermediate_size"), axis="dense_tp")
+    moe = attention + _moe(hf, sglang_router_dtype)
     rows = [dense if i < read(hf, "first_k_dense_replace") else moe for i in range(layers)]
     extra = _prediction_layers(hf)
-    blocks = (embedding(vocab, hidden), *decoder(rows), *head(vocab, hidden))
+    blocks = (embedding(vocab, hidden), *decoder(rows), *head(vocab, hidden, on_every_stage=head_on_every_stage))
     mtp = prediction([moe] * extra, hidden, first=layers)
     return Table(vocab, layers, (*blocks, *mtp), prediction_aliases(extra, first=layers))
 
@@ -44,6 +54,12 @@ def table(hf: HfConfig, attention: tuple[Row, ...]) -> Table:
 def megatron(hf: HfConfig) -> dict[str, Any]:
     """megatron-core's words for all but attention."""
     layers, first = read(hf, "num_hidden_layers"), read(hf, "first_k_dense_replace")
+    if (extra := _prediction_layers(hf)) and first >= layers:
+        raise ConfigError(
+            f"config.json has num_nextn_predict_layers={extra} and first_k_dense_replace={first} of {layers} layers: "
+            "Megatron makes prediction layers like the last one, this architecture with experts. Set "
+            "num_nextn_predict_layers to 0."
+        )
     return {
         **FIXED,
         **rename(hf, COMMON | EXPERTS | NAMES),
@@ -51,27 +67,20 @@ def megatron(hf: HfConfig) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": read(hf, "moe_intermediate_size") * read(hf, "n_shared_experts"),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "mtp_num_layers": _prediction_layers(hf) or None,
+        "mtp_num_layers": extra or None,
         **_groups(hf),
     }
 
 
 def _prediction_layers(hf: HfConfig) -> int:
-    count, dense = int(hf.get("num_nextn_predict_layers") or 0), read(hf, "first_k_dense_replace")
-    if count and dense >= (layers := read(hf, "num_hidden_layers")):
-        raise ConfigError(
-            f"config.json has num_nextn_predict_layers={count} and first_k_dense_replace={dense} of {layers} layers: "
-            "Megatron makes prediction layers like the last one, this architecture with experts. Set "
-            "num_nextn_predict_layers to 0."
-        )
-    return count
+    return int(hf.get("num_nextn_predict_layers") or 0)
 
 
-def _moe(hf: HfConfig) -> tuple[Row, ...]:
+def _moe(hf: HfConfig, sglang_router_dtype: str | None) -> tuple[Row, ...]:
     """Router, routed experts and shared experts. The correction bias is float32 on every side."""
     hidden, experts, size = read(hf, "hidden_size"), read(hf, "n_routed_experts"), read(hf, "moe_intermediate_size")
     return (
-        *router(experts, hidden),
+        *router(experts, hidden, sglang_dtype=sglang_router_dtype),
         same("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", (experts,), dtype="float32"),
         *routed_experts(experts, hidden, size),
         *gated_mlp("mlp.shared_experts.", hidden, size * read(hf, "n_shared_experts")),

@@ -57,10 +57,12 @@ def prediction_aliases(layers: int, *, first: int) -> dict[str, str]:
     return {f"model.layers.{first + k}.{name}": own for k in range(layers) for name, own in shared.items()}
 
 
-def same(megatron: str, hf: str, shape: tuple[int, ...], *, dtype: str | None = None) -> Row:
-    """A tensor that every rank of both sides holds whole; SGLang keeps its HF name."""
-    whole = Rep(HfTensor(hf, shape, dtype))
-    return Row(megatron={megatron: whole}, sglang={hf: whole})
+def same(
+    megatron: str, hf: str, shape: tuple[int, ...], *, dtype: str | None = None, sglang_dtype: str | None = None
+) -> Row:
+    """A tensor that every rank of both sides holds whole; SGLang keeps its HF name, and may have a dtype of its own."""
+    ours, theirs = HfTensor(hf, shape, dtype), HfTensor(hf, shape, sglang_dtype or dtype)
+    return Row(megatron={megatron: Rep(ours)}, sglang={hf: Rep(theirs)})
 
 
 def grouped_attention(
@@ -123,11 +125,11 @@ def gated_mlp(
     )
 
 
-def router(experts: int, hidden_size: int, *, prefix: str = "mlp.") -> tuple[Row, ...]:
+def router(experts: int, hidden_size: int, *, prefix: str = "mlp.", sglang_dtype: str | None = None) -> tuple[Row, ...]:
     """What chooses among the experts of a layer, and the norm before it; `prefix` is that of the HF names."""
     return (
         same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden_size,)),
-        same("mlp.router.weight", f"{prefix}gate.weight", (experts, hidden_size)),
+        same("mlp.router.weight", f"{prefix}gate.weight", (experts, hidden_size), sglang_dtype=sglang_dtype),
     )
 
 

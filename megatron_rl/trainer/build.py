@@ -160,5 +160,6 @@ def build_chunk(
         share_embeddings_and_output_weights=model.tied,
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
+        rotary_percent=model.rotary_percent,
         vp_stage=vp_stage,
     )

@@ -49,6 +49,11 @@ def is_grouped(hf: dict[str, Any]) -> bool:
     return "kv_lora_rank" not in hf
 
 
+def has_bias(hf: dict[str, Any]) -> bool:
+    """Of queries, keys and values."""
+    return hf.get("qkv_bias", hf.get("attention_bias", False))
+
+
 def head_dim(hf: dict[str, Any]) -> int:
     """Rows of a head."""
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
@@ -61,9 +66,9 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         dim, groups = head_dim(hf), hf["num_key_value_heads"]
         sizes = {"q_proj": (heads * dim, hidden), "k_proj": (groups * dim, hidden), "v_proj": (groups * dim, hidden)}
         sizes |= {"o_proj": (hidden, heads * dim)}
-        if hf["model_type"] == "qwen3_moe":
+        if hf.get("use_qk_norm", hf["model_type"] == "qwen3_moe"):
             sizes |= {"q_norm": (dim,), "k_norm": (dim,)}
-        biases = {f"self_attn.{n}_proj.bias": sizes[f"{n}_proj"][:1] for n in "qkv" if hf.get("qkv_bias")}
+        biases = {f"self_attn.{n}_proj.bias": sizes[f"{n}_proj"][:1] for n in "qkv" if has_bias(hf)}
     else:
         nope, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
         q_rank, kv_rank = hf["q_lora_rank"], hf["kv_lora_rank"]
@@ -86,7 +91,7 @@ def mlp_shapes(hf: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     experts = next(hf[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in hf)
     prefix, names = EXPERTS.get(hf["model_type"], USUAL)
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}gate.weight": (experts, hidden)}
-    if hf["model_type"] == "deepseek_v3":
+    if "n_routed_experts" in hf:
         shapes["mlp.gate.e_score_correction_bias"] = (experts,)
         shapes |= _gated("mlp.shared_experts.", hidden, size * hf["n_shared_experts"])
     if hf["model_type"] == "qwen2_moe":
@@ -134,7 +139,7 @@ def megatron_layer(
     out = {"self_attention.linear_proj.weight": cut_heads(x["self_attn.o_proj.weight"], heads, *tp, axis=1)}
     if is_grouped(hf):
         groups, dim = hf["num_key_value_heads"], head_dim(hf)
-        for kind in ("weight", "bias") if hf.get("qkv_bias") else ("weight",):
+        for kind in ("weight", "bias") if has_bias(hf) else ("weight",):
             parts = [x[f"self_attn.{n}_proj.{kind}"] for n in "qkv"]
             qkv = np.concatenate([part.reshape(groups, -1, *part.shape[1:]) for part in parts], axis=1)
             assert qkv.shape[1] == (heads // groups + 2) * dim
@@ -166,7 +171,7 @@ def megatron_layer(
         return out
     out["pre_mlp_layernorm.weight"] = x["post_attention_layernorm.weight"]
     out["mlp.router.weight"] = x[f"{prefix}gate.weight"]
-    if hf["model_type"] == "deepseek_v3":
+    if "n_routed_experts" in hf:
         out["mlp.router.expert_bias"] = x["mlp.gate.e_score_correction_bias"]
     for shared in ("mlp.shared_experts.", "mlp.shared_expert."):
         if f"{shared}up_proj.weight" in x:
@@ -202,7 +207,7 @@ def sglang_layer(hf: dict[str, Any], model: Arrays, layer: int, at: dict[str, tu
     y = {n: value for n, value in x.items() if n in whole or (value.ndim == 1 and not n.endswith("_proj.bias"))}
     y["self_attn.o_proj.weight"] = cut_heads(x["self_attn.o_proj.weight"], heads, *attention, axis=1)
     if is_grouped(hf):
-        for kind in ("weight", "bias") if hf.get("qkv_bias") else ("weight",):
+        for kind in ("weight", "bias") if has_bias(hf) else ("weight",):
             y[f"self_attn.qkv_proj.{kind}"] = _qkv(hf, x, kind, *attention)
     else:
         way_down = x["self_attn.kv_a_proj_with_mqa.weight"]

@@ -29,6 +29,7 @@ WHOLE_DENSE_LAYERS = [{"tp": 2, "moe_dense_tp": 1}, {"tp": 4, "moe_dense_tp": 1,
 CUTS = {
     "deepseek_v3": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
     "moonlight": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
+    "glm4_moe": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
     "mixtral": [*PLAIN, *EXPERTS],
     "qwen2_moe": [*PLAIN, *EXPERTS, *DP_ATTENTION],
     "qwen3_moe": [*PLAIN, *EXPERTS, *DP_ATTENTION],

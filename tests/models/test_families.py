@@ -17,6 +17,7 @@ from tests.tiny import FULL_SIZE, TINY
 DEEPSEEK = {**TINY["deepseek_v3"], "vocab_size": 61}
 QWEN = {**TINY["qwen3_moe"], "vocab_size": 61}
 MIXTRAL = {**TINY["mixtral"], "vocab_size": 61}
+GLM = {**TINY["glm4_moe"], "vocab_size": 61}
 YARN = DEEPSEEK["rope_scaling"]
 
 
@@ -27,11 +28,14 @@ def count(layouts: Iterable[TensorLayout]) -> int:
 @pytest.mark.parametrize(
     ("model", "parameters"),
     [
+        # GLM-4.5: 355 B in its report; with the copies that its prediction layer has on disk 358 B.
+        ("glm4_5", 352_797_829_024 + 3_988_069_792),
         # Moonlight: 16 B; Kimi-K2: 1 T, which its report rounds to 1.04.
         ("kimi_k2", 1_026_408_232_448),
         ("mixtral_8x22b", 140_620_634_112),
         ("moonlight", 15_960_110_208),
         ("qwen2_57b_a14b", 57_408_658_944),
+        ("qwen3_235b_a22b", 235_093_634_560),
         ("qwen3_moe", 30_532_122_624),
     ],
 )
@@ -109,6 +113,13 @@ def test_positions_without_scaling_are_plain() -> None:
     assert load_architecture(new_style).rotary_base == 5e5
 
 
+def test_glm_rotates_half_of_each_head_unless_it_says_otherwise() -> None:
+    assert load_architecture(GLM).rotary_percent == 0.5
+    assert load_architecture({k: v for k, v in GLM.items() if k != "partial_rotary_factor"}).rotary_percent == 0.5
+    new_style = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    assert load_architecture({**GLM, "rope_parameters": new_style}).rotary_percent == 0.25
+
+
 def test_probabilities_that_are_not_renormalized_take_softmax_first() -> None:
     assert load_architecture(QWEN).megatron["moe_router_pre_softmax"] is False
     assert load_architecture({**QWEN, "norm_topk_prob": False}).megatron["moe_router_pre_softmax"] is True
@@ -119,13 +130,15 @@ def test_probabilities_that_are_not_renormalized_take_softmax_first() -> None:
 @pytest.mark.parametrize(
     ("hf", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, r"'LlamaForCausalLM'.* Known: DeepseekV3ForCausalLM, .*Qwen3MoeFor"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            r"'LlamaForCausalLM'.* Known: DeepseekV3ForCausalLM, .*Qwen3MoeFor.*Adding a model family",
+        ),
         ({}, r"Architecture '\(none\)'"),
         ({**DEEPSEEK, "quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\).*Convert it first"),
         ({**QWEN, "tie_word_embeddings": True}, r"tie_word_embeddings=True; for Qwen3MoeForCausalLM only False"),
         ({**QWEN, "mlp_only_layers": [2]}, r"mlp_only_layers=\[2\]"),
         ({key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"}, r"has no 'q_lora_rank'"),
-        ({**DEEPSEEK, "first_k_dense_replace": 4}, r"num_nextn_predict_layers=1 .* Set num_nextn_predict_layers to 0"),
     ],
 )
 def test_a_model_we_cannot_carry_is_refused(hf: dict[str, Any], message: str) -> None:
@@ -136,6 +149,7 @@ def test_a_model_we_cannot_carry_is_refused(hf: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("hf", "message"),
     [
+        ({**DEEPSEEK, "first_k_dense_replace": 4}, r"num_nextn_predict_layers=1 .* Set num_nextn_predict_layers to 0"),
         ({**DEEPSEEK, "num_experts_per_tok": 6}, r"best 3 experts.* by its best 2\. Set num_experts_per_tok to 4"),
         ({**DEEPSEEK, "rope_scaling": {**YARN, "attention_factor": 1.0}}, r"attention_factor.*Write it in full"),
         ({**DEEPSEEK, "rope_scaling": {**YARN, "type": "longrope"}}, r"rope_type='longrope' is not supported"),

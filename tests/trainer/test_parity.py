@@ -126,6 +126,7 @@ def rollouts_from_one() -> Rollouts:
 CASES = [
     *((family, name) for family in GRID for name in LAYOUTS),
     ("qwen2_moe", "tp2_ep2"),  # gate of the shared expert, q, k, v biases
+    ("glm4_moe", "tp2_ep2"),  # part of a head rotated, router in float32
 ]
 
 

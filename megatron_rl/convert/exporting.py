@@ -12,7 +12,7 @@ import xxhash
 from megatron_rl.convert import fp8
 from megatron_rl.convert.reading import Checkpoint, Reader, Wanted, find_checkpoint, wanted
 from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, refuse_full
-from megatron_rl.convert.workers import batches, in_child, over_units
+from megatron_rl.convert.workers import Child, batches, over_units
 from megatron_rl.errors import BackendError
 from megatron_rl.formats import hf_files
 from megatron_rl.formats.hf_files import Stored
@@ -58,7 +58,8 @@ def export_checkpoint(directory: Path, out: Path, *, processes: int, quantize: b
     refuse_full(out)
     checkpoint = find_checkpoint(directory)
     partial = partial_of(out)
-    tensors = in_child(wanted, checkpoint)
+    with Child() as child:
+        tensors = child(wanted, checkpoint)
     files = _files(checkpoint, tensors, quantize=quantize)
     total = sum(hf_files.nbytes(tensor) for group in files.values() for tensor in group)
     done = sum(path.stat().st_blocks * 512 for path in (partial / WHOLE).glob("*.safetensors"))

@@ -18,7 +18,7 @@ from megatron_rl.convert import fp8, source
 from megatron_rl.convert.placement import Placement, find_placement
 from megatron_rl.convert.source import Source, fingerprint, read_source
 from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, refuse_full
-from megatron_rl.convert.workers import batches, in_child, over_units
+from megatron_rl.convert.workers import Child, batches, over_units
 from megatron_rl.errors import BackendError, DataError
 from megatron_rl.formats import manifest, torch_dist
 from megatron_rl.formats.hf_files import MANIFEST, NBYTES, Stored, companions, write_at
@@ -95,11 +95,11 @@ def import_checkpoint(directory: Path, out: Path, *, processes: int) -> list[str
     partial = partial_of(out)
     done = sum(path.stat().st_size for path in (partial / WHOLE).glob("*" + torch_dist.SUFFIX))
     check_space(total - done, out)
-    with own(partial, fingerprint(found, unit_bytes=unit_bytes)):
-        placement, units = in_child(_plan, found, partial, unit_bytes)
+    with own(partial, fingerprint(found, unit_bytes=unit_bytes)), Child() as child:
+        placement, units = child(_plan, found, partial, unit_bytes)
         todo = [unit for unit in units if not unit.record.exists()]
         over_units(write_unit, todo, [unit.nbytes for unit in todo], processes=processes, what="import")
-        _finish(found, placement, units, partial / WHOLE)
+        _finish(found, placement, units, partial / WHOLE, child)
         os.rename(partial / WHOLE, out)
     shutil.rmtree(partial)
     notes = [f"{len(found.tensors)} tensors, {total / 1e9:.2f} GB -> {out}"]
@@ -208,7 +208,7 @@ def _blocks(fd: int, nbytes: int, size: int) -> Iterator[memoryview]:
         yield block
 
 
-def _finish(found: Source, placement: Placement, units: Sequence[Unit], directory: Path) -> None:
+def _finish(found: Source, placement: Placement, units: Sequence[Unit], directory: Path, child: Child) -> None:
     """Everything but the tensors' data: metadata, companions, manifest."""
     items: list[Item] = []
     hashes: dict[str, str] = {}
@@ -220,7 +220,7 @@ def _finish(found: Source, placement: Placement, units: Sequence[Unit], director
         files[unit.file] = FileEntry(*record["file"])
     dtypes = {part.key: job.dtype for unit in units for job in unit.jobs for part in job.parts}
     tensors = {key: (size, dtypes[key]) for key, size in placement.sizes.items()}
-    in_child(torch_dist.write_metadata, directory, tensors, items, placement.objects)
+    child(torch_dist.write_metadata, directory, tensors, items, placement.objects)
     for path in companions(found.directory):
         shutil.copyfile(path, directory / path.name)
     source.write_config(found, directory)

@@ -44,7 +44,7 @@ class Placement:
 
 
 def find_placement(hf: HfConfig) -> Placement:
-    """Imports megatron and makes this process its rank: call it in one that ends afterwards (`workers.in_child`)."""
+    """Imports megatron and makes this process its rank: call it in one that ends afterwards (`workers.Child`)."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # names do not depend on it, and a GPU would be taken for nothing
     import torch
 

@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 from rich.console import Console
 from rich.progress import (
@@ -26,13 +27,51 @@ from rich.progress import (
 from megatron_rl.errors import BackendError
 
 PR_SET_PDEATHSIG = 1
+KILLED = "most likely because memory ran out. What is done is kept: start the same command again"
 LINE_S = 5.0
 """Between two plain lines of progress."""
 
 
-def in_child[R](function: Callable[..., R], *args: object) -> R:
-    """function(*args) in a process that then ends: what it imports takes no memory from the rest."""
-    return _results(function, [args], 1, lambda _: None)[0]
+class Child:
+    """Calls functions in one process of its own, where what they import stays until the block ends."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._pipe, os.getpid()))
+        self._process.start()
+        theirs.close()
+
+    def __call__[R](self, function: Callable[..., R], *args: object) -> R:
+        self._pipe.send((function, args))
+        try:
+            succeeded, value = self._pipe.recv()
+        except EOFError as error:
+            raise BackendError(f"The process that plans was killed, {KILLED}.") from error
+        if not succeeded:
+            raise value
+        result: R = value
+        return result
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(pipe: Connection, other: Connection, owner: int) -> None:
+    other.close()
+    _end_with(owner)
+    while True:
+        function, args = pipe.recv()
+        try:
+            answer = (True, function(*args))
+        except Exception as error:  # noqa: BLE001 # carried to the caller
+            answer = (False, error)
+        pipe.send(answer)
 
 
 def over_units[U, R](
@@ -42,41 +81,35 @@ def over_units[U, R](
 
     Raises: what a unit raised, or BackendError when a process was killed.
     """
-    with Meter(what, sum(nbytes)) as meter:
-        return _results(function, [(unit,) for unit in units], processes, lambda i: meter.add(nbytes[i]))
-
-
-def _results[R](
-    function: Callable[..., R], calls: Sequence[tuple[object, ...]], processes: int, done: Callable[[int], None]
-) -> list[R]:
-    if not calls:
+    if not units:
         return []
-    context = multiprocessing.get_context("fork")  # what is not imported yet is not there: a child starts small
+    context = multiprocessing.get_context("fork")  # what is not imported yet is not there: a worker starts small
     results: dict[int, R] = {}
-    with ProcessPoolExecutor(min(processes, len(calls)), context, _end_with, (os.getpid(),)) as pool:
-        futures = {pool.submit(function, *call): i for i, call in enumerate(calls)}
+    with (
+        Meter(what, sum(nbytes)) as meter,
+        ProcessPoolExecutor(min(processes, len(units)), context, _end_with, (os.getpid(),)) as pool,
+    ):
+        futures = {pool.submit(function, unit): i for i, unit in enumerate(units)}
         try:
             for future in as_completed(futures):
                 i = futures.pop(future)
                 results[i] = future.result()
-                done(i)
+                meter.add(nbytes[i])
         except BrokenProcessPool as error:
-            raise BackendError(
-                "A worker process was killed, most likely because memory ran out. Start the same command again, with "
-                "fewer --processes; what is done is kept."
-            ) from error
+            raise BackendError(f"A worker process was killed, {KILLED} with fewer --processes.") from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [results[i] for i in range(len(calls))]
+    return [results[i] for i in range(len(units))]
 
 
 def _end_with(owner: int) -> None:
-    """End when the owner does, however it ends; an interrupt is the owner's to handle."""
+    """End when the owner does, however it ends; signals to the whole group are the owner's to handle."""
     ctypes.CDLL("libc.so.6", use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Meter:

@@ -80,16 +80,20 @@ def _parser() -> argparse.ArgumentParser:
     writes = commands.add_parser("export", help="torch_dist -> Hugging Face")
     compares = commands.add_parser("verify", help="compare a checkpoint with its import's hashes, and with --hf")
     reads.add_argument("--hf", type=Path, required=True, help="directory of a Hugging Face checkpoint")
-    reads.add_argument("--out", type=Path, required=True, help="directory to make")
-    writes.add_argument("--checkpoint", type=Path, required=True, help="what import wrote, or a step of a run")
-    writes.add_argument("--out", type=Path, required=True, help="directory to make")
+    reads.add_argument("--out", type=_absolute, required=True, help="directory to make")
+    writes.add_argument("--checkpoint", type=_absolute, required=True, help="what import wrote, or a step of a run")
+    writes.add_argument("--out", type=_absolute, required=True, help="directory to make")
     writes.add_argument("--fp8", action="store_true", help="FP8 e4m3 in blocks of 128 x 128, as DeepSeek's own files")
-    compares.add_argument("--checkpoint", type=Path, required=True, help="what import wrote")
+    compares.add_argument("--checkpoint", type=_absolute, required=True, help="what import wrote")
     compares.add_argument("--hf", type=Path, help="compare with this Hugging Face checkpoint too")
     for one in (reads, writes, compares):
         default = min(PER_CORE * len(os.sched_getaffinity(0)), PROCESSES)
         one.add_argument("--processes", type=_positive, default=default, help=f"at the same time (here {default})")
     return parser
+
+
+def _absolute(text: str) -> Path:
+    return Path(os.path.abspath(text))  # "." has no name to write beside
 
 
 def _positive(text: str) -> int:

@@ -116,7 +116,8 @@ def wanted(checkpoint: Checkpoint) -> list[Wanted]:
     if known is None:
         _refuse_cast(checkpoint, contents, {t.name: (placement.spots[t.name][0].key, t.dtype) for t in layouts})
         dtypes = {name: contents.dtypes[spots[0].key] for name, spots in placement.spots.items()}
-        copies = stored_aliases(checkpoint.model, table) if any(checkpoint.model.glob("*.safetensors")) else []
+        has_weights = torch_dist.is_torch_dist(checkpoint.model) or any(checkpoint.model.glob("*.safetensors"))
+        copies = stored_aliases(checkpoint.model, table) if has_weights else []
         names = [*((layout.name, layout.name) for layout in layouts), *((n, table.aliases[n]) for n in copies)]
     else:
         dtypes = {name: entry.dtype for name, entry in known.tensors.items()}

@@ -111,7 +111,7 @@ def _wrong_dtypes(
             yield (
                 f"{name} is {tensor.dtype}, and the model keeps it in {pinned[name]}: rounded, it sends tokens to "
                 f"other experts, and the cast has lost what it was. Take it in {pinned[name]} from the original "
-                "checkpoint."
+                f"checkpoint, or, where that has no other, save it as {pinned[name]} yourself."
             )
 
 

@@ -57,7 +57,7 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"{directory} has no readable config.json ({error.strerror}). "
-            "Set model.path to the directory of a Hugging Face checkpoint."
+            "Set model.path (or --hf) to the directory of a Hugging Face checkpoint."
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}. Copy it again.") from error

@@ -66,13 +66,14 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> tuple[Piece, ...]:
 
 
 def _extra_state(name: str, entry: ShardedTensor | ShardedTensorFactory | ShardedObject) -> str | None:
-    """The key under which Transformer Engine's linears and attention keep their FP8 state, empty without FP8.
+    """The key under which Transformer Engine's linears and norms keep their FP8 state, empty without FP8.
 
     A model on a CPU has not all of them, and a load on a GPU asks for all.
     """
-    module, _, parameter = name.rpartition(".")
-    linear = module.rpartition(".")[2]
-    if _is_object(entry) or not linear.startswith(("linear_", "eh_proj")) or not parameter.startswith("weight"):
+    path, _, parameter = name.rpartition(".")
+    module = path.rpartition(".")[2]
+    has_state = module.startswith(("linear_", "eh_proj")) or module.endswith("norm")
+    if _is_object(entry) or not has_state or not parameter.startswith("weight"):
         return None
     part = entry if isinstance(entry, ShardedTensor) else next(iter(nested_values(entry.build())))
     lead = len(part.global_shape) - len(part.local_shape)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl.convert.exporting import export_checkpoint
 from megatron_rl.convert.importing import import_checkpoint
@@ -48,3 +49,19 @@ def test_ranks_start_from_it_with_the_tensors_of_the_hf_checkpoint(family: str, 
         assert expected[rank].keys() == found[rank].keys()
         for name, tensor in expected[rank].items():
             assert found[rank][name].dtype == tensor.dtype and torch.equal(found[rank][name], tensor), (rank, name)
+
+
+def test_what_transformer_engine_asks_for_is_there(tmp_path: Path) -> None:
+    """Keys as megatron-core makes them on a GPU: by layer where layers are alike, by layer and expert for experts."""
+    write_checkpoint(tmp_path / "hf", "qwen3_moe", dtype="bfloat16")
+    import_checkpoint(tmp_path / "hf", tmp_path / "megatron", processes=1)
+
+    objects = set(FileSystemReader(tmp_path / "megatron").read_metadata().state_dict_metadata)
+
+    assert {
+        "decoder.layers.self_attention.linear_qkv._extra_state/shard_3_4",
+        "decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_1.7_4.8",
+        "decoder.layers.pre_mlp_layernorm._extra_state/shard_0_4",
+        "decoder.final_layernorm._extra_state/shard_0_1",
+        "common_state/shard_0_1",
+    } <= objects

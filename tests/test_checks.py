@@ -7,6 +7,7 @@ import pytest
 from megatron_rl.checks import check, longest_demonstration
 from megatron_rl.config import CONFIG_DIR, Config, load_config
 from megatron_rl.errors import ConfigError
+from tests.tiny import TINY
 
 EXPERIMENTS = sorted(p.stem for p in (CONFIG_DIR / "experiment").glob("*.yaml"))
 
@@ -33,7 +34,7 @@ def test_every_shipped_experiment_can_work(experiment: str) -> None:
         (["rollout.tp=3"], "rollout.tp=3 does not divide.*one of 1, 2, 4"),
         (["rollout.ep=2"], "rollout.ep=2 does not divide rollout.tp=1"),
         (["model=hf", "model.path=/nowhere"], "/nowhere has no readable config.json.*model.path"),
-        (["model.random.architectures=[LlamaForCausalLM]"], "'LlamaForCausalLM'.*Known: DeepseekV3"),
+        (["model.random.architectures=[OPTForCausalLM]"], "'OPTForCausalLM'.*Known: DeepseekV3"),
         (["model.random.hidden_size=abc"], "hidden_size='abc': a size is a number"),
         (["model.random.num_hidden_layers=null"], "has no 'num_hidden_layers'"),
         (["model.random.rms_norm_eps=x"], "rms_norm_eps='x': a size is a number"),
@@ -123,6 +124,15 @@ def test_a_broken_config_json_is_refused(tmp_path: Path, text: str, message: str
 
     with pytest.raises(ConfigError, match=message):
         check(demo("model=hf", f"model.path={tmp_path}"))
+
+
+def test_a_model_without_experts_has_none_to_share_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY["llama"], "vocab_size": 61}))
+
+    with pytest.raises(
+        ConfigError, match="(?s)parallel.ep=2: the model has no experts.*rollout.ep=2: the model has no experts"
+    ):
+        check(demo("model=hf", f"model.path={tmp_path}", "rollout.tp=2", "rollout.ep=2"))
 
 
 def test_the_sizes_of_a_checkpoint_are_checked_as_those_of_a_random_model(tmp_path: Path) -> None:

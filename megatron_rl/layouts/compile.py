@@ -40,6 +40,10 @@ def megatron_layouts(table: Table, topology: MegatronTopology, rank: int, *, dty
             for row in block.rows:
                 for name, term in row.megatron.items():
                     layouts += _compile(prefix + name, term, place, block.hf, dtype)
+        if table.tied and chunk.has_head and not chunk.has_embedding:
+            (first,) = (block for block in table.blocks if block.place == "first")
+            (embedding,) = (term for row in first.rows for term in row.megatron.values())
+            layouts += _compile(f"{number}:output_layer.weight", embedding, place, first.hf, dtype)
     return tuple(layouts)
 
 
@@ -51,6 +55,11 @@ def sglang_layouts(table: Table, topology: SglangTopology, rank: int, *, dtype: 
     _check_used(
         topology.asked(), (term for block in table.blocks for row in block.rows for term in row.sglang.values())
     )
+    if table.tied and topology.pp > 1:
+        raise LayoutError(
+            f"rollout.pp={topology.pp} with an output layer that is the embedding: not every class of SGLang's has a "
+            "copy of it on the last stage. Set it to 1."
+        )
     place = Place(topology.axes(rank), topology.padded_vocab)
     chunk = topology.chunk(rank, table.num_layers)
     return tuple(

@@ -48,6 +48,9 @@ class Table:
     blocks: tuple[Block, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """HF tensors that a checkpoint may hold besides, with the one of the model that each must equal."""
+    tied: bool = False
+    """The output layer is the embedding: one tensor on disk and in SGLang. A Megatron rank that has the output layer
+    and not the embedding holds a copy of its share of it."""
 
     @property
     def mtp_layers(self) -> int:

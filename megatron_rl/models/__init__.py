@@ -2,7 +2,7 @@
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Table
-from megatron_rl.models import deepseek_v3, glm4_moe, mixtral, qwen2_moe, qwen3_moe
+from megatron_rl.models import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from megatron_rl.models.family import Architecture, Family, HfConfig, refuse
 
 __all__ = ["FAMILIES", "Architecture", "Family", "find_family", "load_architecture", "load_table"]
@@ -10,8 +10,11 @@ __all__ = ["FAMILIES", "Architecture", "Family", "find_family", "load_architectu
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": deepseek_v3.FAMILY,
     "Glm4MoeForCausalLM": glm4_moe.FAMILY,
+    "LlamaForCausalLM": llama.FAMILY,
     "MixtralForCausalLM": mixtral.FAMILY,
+    "Qwen2ForCausalLM": qwen2.FAMILY,
     "Qwen2MoeForCausalLM": qwen2_moe.FAMILY,
+    "Qwen3ForCausalLM": qwen3.FAMILY,
     "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
 }
 

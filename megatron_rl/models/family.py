@@ -20,6 +20,11 @@ EXPERTS = {"moe_ffn_hidden_size": "moe_intermediate_size", "moe_router_topk": "n
 """megatron-core's names of HF keys, for `rename`."""
 FIXED = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
 """What the families here have in common without saying it in config.json."""
+SCALING = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+}
+"""Kinds of rope scaling of attention that is not latent, each with its keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,10 @@ class Architecture:
     max_position_embeddings: int
     rotary_percent: float = 1.0
     """Of each head's rows, the first that are rotated."""
+    rope_scaling: Mapping[str, Any] | None = None
+    """Of attention that is not latent: `rope_type`, "llama3" or "yarn", and every key of `SCALING` for it."""
     tied: bool = False
-    """Whether the output layer is the embedding; no family here has that yet."""
+    """Whether the output layer is the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +129,28 @@ def equal_heads(hf: HfConfig) -> int:
             "num_attention_heads, whatever it says. Use a checkpoint without head_dim."
         )
     return dim
+
+
+def scaled_rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None]:
+    """(base, scaling or None) of attention that is not latent, every key of the scaling filled in.
+
+    Raises: ConfigError for a scaling that transformers, megatron-core and SGLang do not compute alike.
+    """
+    base, scaling = rotary(hf)
+    if scaling is None:
+        given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        only_keys({key: value for key, value in given.items() if key not in ("rope_type", "type", "rope_theta")}, ())
+        return base, None
+    kind = scaling["rope_type"]
+    if kind not in SCALING:
+        raise ConfigError(
+            f"config.json scales positions with rope_type={kind!r}; {hf['architectures'][0]} is supported with "
+            f"{', '.join(SCALING)} or none. Use one of these."
+        )
+    if kind == "yarn":
+        scaling = {"beta_fast": 32.0, "beta_slow": 1.0, **scaling}  # what each library takes when they are left out
+    only_keys(scaling, ("rope_type", *SCALING[kind]))
+    return base, scaling
 
 
 def only_keys(scaling: dict[str, Any], keys: Iterable[str]) -> None:

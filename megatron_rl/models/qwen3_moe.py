@@ -12,7 +12,7 @@ from megatron_rl.models.family import (
     HfConfig,
     read,
     rename,
-    unscaled_rotary,
+    scaled_rotary,
 )
 from megatron_rl.models.rows import decoder, embedding, grouped_attention, head, routed_experts, router
 
@@ -46,6 +46,7 @@ def table(hf: HfConfig) -> Table:
 
 def architecture(hf: HfConfig) -> Architecture:
     """The model in megatron-core's words."""
+    base, scaling = scaled_rotary(hf)
     config = {
         **FIXED,
         **rename(hf, COMMON | EXPERTS | NAMES),
@@ -59,8 +60,9 @@ def architecture(hf: HfConfig) -> Architecture:
         mla=False,
         megatron=config,
         vocab_size=read(hf, "vocab_size"),
-        rotary_base=unscaled_rotary(hf),
+        rotary_base=base,
         max_position_embeddings=read(hf, "max_position_embeddings"),
+        rope_scaling=scaling,
     )
 
 

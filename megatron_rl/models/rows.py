@@ -22,13 +22,17 @@ def embedding(vocab_size: int, hidden_size: int, *, axis: str = "attn_tp") -> Bl
 
 
 def head(
-    vocab_size: int, hidden_size: int, *, axis: str = "head_tp", on_every_stage: bool = False
-) -> tuple[Block, Block]:
-    """What stands after the last layer: final norm and output layer, which a pipeline may part."""
+    vocab_size: int, hidden_size: int, *, tied: bool = False, axis: str = "head_tp", on_every_stage: bool = False
+) -> tuple[Block, ...]:
+    """What stands after the last layer: final norm and output layer, which a pipeline may part.
+
+    With `tied` the norm alone: that the output layer is the embedding says the table itself.
+    """
     norm = (same("final_layernorm.weight", "norm.weight", (hidden_size,)),)
     out = HfTensor("lm_head.weight", (vocab_size, hidden_size))
     output = (Row(megatron={"output_layer.weight": PadVocab(out, "tp")}, sglang={out.name: PadVocab(out, axis)}),)
-    return Block("norm", "model.", "decoder.", "model.", norm), Block("last", "", "", "", output, on_every_stage)
+    blocks = Block("norm", "model.", "decoder.", "model.", norm), Block("last", "", "", "", output, on_every_stage)
+    return blocks[:1] if tied else blocks
 
 
 def decoder(rows: Sequence[tuple[Row, ...]]) -> Iterator[Block]:

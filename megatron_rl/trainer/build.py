@@ -13,7 +13,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.megatron_options import set_elsewhere, wrong_options
 from megatron_rl.models import Architecture
-from megatron_rl.trainer import attention, cpu, local_spec
+from megatron_rl.trainer import attention, cpu, local_spec, rope
 from megatron_rl.trainer.model import Gpt, layer_specs
 
 FIXED: dict[str, Any] = {
@@ -91,11 +91,13 @@ def transformer_config(
     cls = MLATransformerConfig if model.mla else TransformerConfig
     values = {**DEFAULTS, **(ON_GPU if has_cuda else {}), **trainer.megatron, **taken}
     try:
-        return cls(**values)
+        config = cls(**values)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(
             f"megatron-core refuses this configuration: {error}. Change trainer.megatron or parallel.*."
         ) from error
+    rope.configure(config, model.rope_scaling)
+    return config
 
 
 def start_megatron(parallel: ParallelConfig, topology: MegatronTopology, *, tied: bool, seed: int) -> bool:
@@ -149,7 +151,7 @@ def build_chunk(
 ) -> Gpt:
     """One virtual pipeline chunk of this rank's model, without DDP. Weights are not set."""
     place = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    return Gpt(
+    chunk = Gpt(
         config,
         **layer_specs(config, vp_stage=vp_stage),
         vocab_size=topology.padded_vocab(model.vocab_size),
@@ -158,8 +160,10 @@ def build_chunk(
         post_process=parallel_state.is_pipeline_last_stage(**place),
         parallel_output=True,
         share_embeddings_and_output_weights=model.tied,
-        position_embedding_type="rope",
+        position_embedding_type=rope.embedding_type(model.rope_scaling),
         rotary_base=model.rotary_base,
         rotary_percent=model.rotary_percent,
         vp_stage=vp_stage,
     )
+    rope.scale(chunk, model.rope_scaling)
+    return chunk

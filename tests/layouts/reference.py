@@ -21,7 +21,7 @@ USUAL = ("mlp.", ("gate_proj", "up_proj", "down_proj"))
 
 
 def whole_model(hf: dict[str, Any], *, vocab: int) -> Arrays:
-    """The HF checkpoint of a config in tests/tiny.py: name -> ids of that tensor's shape."""
+    """The HF checkpoint of a config in tests/tiny.py: name -> ids; no lm_head when it is tied."""
     hidden, shapes = hf["hidden_size"], {}
     shapes["model.embed_tokens.weight"] = (vocab, hidden)
     layers = hf["num_hidden_layers"]
@@ -35,7 +35,8 @@ def whole_model(hf: dict[str, Any], *, vocab: int) -> Arrays:
             shapes |= {f"{layer}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
             shapes[f"{layer}eh_proj.weight"] = (hidden, 2 * hidden)
     shapes["model.norm.weight"] = (hidden,)
-    shapes["lm_head.weight"] = (vocab, hidden)
+    if not hf["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
     model, start = {}, 0
     for name, shape in shapes.items():
         size = int(np.prod(shape))
@@ -50,8 +51,8 @@ def is_grouped(hf: dict[str, Any]) -> bool:
 
 
 def has_bias(hf: dict[str, Any]) -> bool:
-    """Of queries, keys and values."""
-    return hf.get("qkv_bias", hf.get("attention_bias", False))
+    """Of queries, keys and values; Qwen2 has no key for it."""
+    return hf.get("qkv_bias", hf.get("attention_bias", hf["model_type"] == "qwen2"))
 
 
 def head_dim(hf: dict[str, Any]) -> int:
@@ -66,7 +67,7 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         dim, groups = head_dim(hf), hf["num_key_value_heads"]
         sizes = {"q_proj": (heads * dim, hidden), "k_proj": (groups * dim, hidden), "v_proj": (groups * dim, hidden)}
         sizes |= {"o_proj": (hidden, heads * dim)}
-        if hf.get("use_qk_norm", hf["model_type"] == "qwen3_moe"):
+        if hf.get("use_qk_norm", hf["model_type"] in ("qwen3", "qwen3_moe")):
             sizes |= {"q_norm": (dim,), "k_norm": (dim,)}
         biases = {f"self_attn.{n}_proj.bias": sizes[f"{n}_proj"][:1] for n in "qkv" if has_bias(hf)}
     else:
@@ -85,10 +86,10 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def mlp_shapes(hf: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     """Names below a layer's prefix."""
     hidden = hf["hidden_size"]
-    if layer < hf.get("first_k_dense_replace", 0):
+    counts = [hf[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in hf]
+    if not counts or layer < hf.get("first_k_dense_replace", 0):
         return _gated("mlp.", hidden, hf["intermediate_size"])
-    size = hf.get("moe_intermediate_size", hf["intermediate_size"])
-    experts = next(hf[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in hf)
+    size, (experts,) = hf.get("moe_intermediate_size", hf["intermediate_size"]), counts
     prefix, names = EXPERTS.get(hf["model_type"], USUAL)
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}gate.weight": (experts, hidden)}
     if "n_routed_experts" in hf:

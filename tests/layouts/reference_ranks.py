@@ -103,8 +103,9 @@ def megatron_ranks(hf: dict[str, Any], model: Arrays, sizes: dict[str, Any]) -> 
                 is_last = start + row.count("t") == hf["num_hidden_layers"] and "t" in row
                 if is_last if mtp_layers(hf) else "L" in row:
                     tensors[f"{c}:decoder.final_layernorm.weight"] = model["model.norm.weight"]
-                if "L" in row:
-                    tensors[f"{c}:output_layer.weight"] = cut(pad_rows(model["lm_head.weight"], padded), tp, t)
+                if "L" in row and not (hf["tie_word_embeddings"] and "E" in row):
+                    head = "model.embed_tokens.weight" if hf["tie_word_embeddings"] else "lm_head.weight"
+                    tensors[f"{c}:output_layer.weight"] = cut(pad_rows(model[head], padded), tp, t)
             made[stage, t, e, f] = tensors
         out[rank] = made[stage, t, e, f]
     return out
@@ -116,7 +117,9 @@ def engine_ranks(hf: dict[str, Any], model: Arrays, sizes: dict[str, Any]) -> di
     layers, dense_tp = hf["num_hidden_layers"], sizes["moe_dense_tp"]
     need(ep == 1 or has_experts(hf), "no experts to share out")
     need(dp == 1 or kind not in PLAIN_TP, "attention over all ranks")
-    need(not sizes["dp_lm_head"] or (dp > 1 and kind not in HEAD_OVER_ALL), "output layer over all ranks")
+    tied = hf["tie_word_embeddings"]
+    need(not sizes["dp_lm_head"] or (dp > 1 and kind not in HEAD_OVER_ALL and not tied), "output layer over all ranks")
+    need(not tied or pp == 1, "a copy of the embedding that some classes lack")
     has_dense = hf.get("first_k_dense_replace", 0) > 0
     need(dense_tp is None or (dense_tp in (1, tp) and kind in WHOLE_DENSE and has_dense), "dense layers over all ranks")
     need(pp <= layers, "stages without layers")
@@ -137,7 +140,7 @@ def engine_ranks(hf: dict[str, Any], model: Arrays, sizes: dict[str, Any]) -> di
             tensors |= sglang_layer(hf, model, int(layer), at)
         if stage == pp - 1:
             tensors["model.norm.weight"] = model["model.norm.weight"]
-        if stage == pp - 1 or kind in HEAD_ON_EVERY_STAGE:
+        if not tied and (stage == pp - 1 or kind in HEAD_ON_EVERY_STAGE):
             axis = attn if sizes["dp_lm_head"] else at["tp"]
             tensors["lm_head.weight"] = _vocabulary(model["lm_head.weight"], *axis)
         out[rank] = tensors

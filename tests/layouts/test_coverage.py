@@ -84,6 +84,8 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     hf = dict(TINY[draw(st.sampled_from(sorted(TINY)))])
     if "num_nextn_predict_layers" in hf:
         hf["num_nextn_predict_layers"] = draw(st.sampled_from([0, 1, 2]))
+    if "num_experts_per_tok" not in hf:
+        hf["tie_word_embeddings"] = draw(st.booleans())
     layers, trainer = draw(trainers(hf.get("num_nextn_predict_layers", 0)))
     hf["num_hidden_layers"], engine = layers, draw(engines())
     fits = draw(st.integers(0, 3)) > 0
@@ -128,8 +130,10 @@ def leave_out_what_the_family_lacks(hf: dict[str, Any], trainer: dict[str, Any],
         engine |= {"ep": 1}
     if kind in PLAIN_TP:
         engine |= {"dp_attention": 1, "dp_lm_head": False}
-    if kind in HEAD_OVER_ALL:
+    if kind in HEAD_OVER_ALL or hf["tie_word_embeddings"]:
         engine |= {"dp_lm_head": False}
+    if hf["tie_word_embeddings"]:
+        engine |= {"pp": 1}
     if kind not in WHOLE_DENSE or not hf.get("first_k_dense_replace"):
         engine |= {"moe_dense_tp": None}
 

@@ -24,15 +24,20 @@ DP_ATTENTION = [
     {"tp": 4, "dp_attention": 2, "ep": 4},
     {"tp": 4, "dp_attention": 2, "ep": 2, "dp_lm_head": True},
     {"tp": 2, "dp_attention": 2, "pp": 3},
+    {"tp": 4, "dp_attention": 2, "dp_lm_head": True},
 ]
 WHOLE_DENSE_LAYERS = [{"tp": 2, "moe_dense_tp": 1}, {"tp": 4, "moe_dense_tp": 1, "dp_attention": 4, "dp_lm_head": True}]
 CUTS = {
     "deepseek_v3": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
+    "llama": PLAIN,
     "moonlight": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
     "glm4_moe": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
     "mixtral": [*PLAIN, *EXPERTS],
+    "qwen2": [cut for cut in PLAIN if "pp" not in cut],
     "qwen2_moe": [*PLAIN, *EXPERTS, *DP_ATTENTION],
+    "qwen3": [*PLAIN, *(cut for cut in DP_ATTENTION if "ep" not in cut)],
     "qwen3_moe": [*PLAIN, *EXPERTS, *DP_ATTENTION],
+    "qwen3_tied": [*(cut for cut in PLAIN if "pp" not in cut), {"tp": 2, "dp_attention": 2}],
 }
 """What SGLang's class of the family can do."""
 

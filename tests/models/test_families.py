@@ -1,5 +1,6 @@
 """Families: what they refuse, how many parameters they count, and that both libraries agree on the rest."""
 
+import copy
 import json
 from collections.abc import Iterable
 from math import prod
@@ -18,6 +19,7 @@ DEEPSEEK = {**TINY["deepseek_v3"], "vocab_size": 61}
 QWEN = {**TINY["qwen3_moe"], "vocab_size": 61}
 MIXTRAL = {**TINY["mixtral"], "vocab_size": 61}
 GLM = {**TINY["glm4_moe"], "vocab_size": 61}
+LLAMA, QWEN2, QWEN3 = ({**TINY[family], "vocab_size": 61} for family in ("llama", "qwen2", "qwen3"))
 YARN = DEEPSEEK["rope_scaling"]
 
 
@@ -37,10 +39,16 @@ def count(layouts: Iterable[TensorLayout]) -> int:
         ("qwen2_57b_a14b", 57_408_658_944),
         ("qwen3_235b_a22b", 235_093_634_560),
         ("qwen3_moe", 30_532_122_624),
+        ("llama3_1_8b", 8_030_261_248),
+        ("llama3_2_1b", 1_235_814_400),
+        ("qwen2_5_7b", 7_615_616_512),
+        ("qwen3_8b", 8_190_735_360),
+        ("qwen3_0_6b", 596_049_920),
     ],
 )
 def test_a_published_model_has_the_parameters_of_its_report(model: str, parameters: int) -> None:
     assert count(hf_layouts(load_table(FULL_SIZE[model]), dtype="bfloat16")) == parameters
+    assert load_architecture(FULL_SIZE[model]).vocab_size == FULL_SIZE[model]["vocab_size"]
 
 
 def test_deepseek_v3_has_671_billion_parameters_and_13_for_multi_token_prediction() -> None:
@@ -63,7 +71,8 @@ def test_deepseek_v3_has_671_billion_parameters_and_13_for_multi_token_predictio
 def test_a_checkpoint_that_transformers_writes_has_exactly_our_tensors(family: str, tmp_path: Any) -> None:
     import transformers
 
-    config = transformers.AutoConfig.for_model(**TINY[family], vocab_size=61)
+    # A copy: transformers writes into the rope scaling that it is given.
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(TINY[family]), vocab_size=61)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -105,6 +114,37 @@ def test_deepseek_v3_in_megatrons_words() -> None:
     assert {name: model.megatron[name] for name in wanted} == wanted
 
 
+def test_qwen2_in_megatrons_words() -> None:
+    model = load_architecture(QWEN2)
+    assert (model.mla, model.rotary_base, model.rope_scaling, model.tied) == (False, 1000000.0, None, True)
+    wanted = {
+        "hidden_size": 80,
+        "ffn_hidden_size": 136,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 20,  # 80 / 4
+        "add_qkv_bias": True,
+        "add_bias_linear": False,
+        "qk_layernorm": False,
+    }
+    assert {name: model.megatron[name] for name in wanted} == wanted
+
+
+def test_scaling_of_plain_attention_is_passed_on_in_full() -> None:
+    assert load_architecture(LLAMA).rope_scaling == LLAMA["rope_scaling"]
+    short = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for rope in ({"rope_scaling": short}, {"rope_scaling": None, "rope_parameters": {**short, "rope_theta": 7e5}}):
+        scaling = load_architecture({**QWEN2, **rope}).rope_scaling
+        assert scaling is not None
+        assert scaling == {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        }
+
+
 def test_positions_without_scaling_are_plain() -> None:
     plain = load_architecture({**DEEPSEEK, "rope_scaling": None}).megatron
     assert (plain["rope_type"], plain["rotary_base"]) == ("rope", 10000.0)
@@ -131,14 +171,21 @@ def test_probabilities_that_are_not_renormalized_take_softmax_first() -> None:
     ("hf", "message"),
     [
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            r"'LlamaForCausalLM'.* Known: DeepseekV3ForCausalLM, .*Qwen3MoeFor.*Adding a model family",
+            {"architectures": ["OPTForCausalLM"]},
+            r"'OPTForCausalLM'.* Known: DeepseekV3ForCausalLM, .*Qwen3MoeFor.*Adding a model family",
         ),
         ({}, r"Architecture '\(none\)'"),
         ({**DEEPSEEK, "quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\).*Convert it first"),
         ({**QWEN, "tie_word_embeddings": True}, r"tie_word_embeddings=True; for Qwen3MoeForCausalLM only False"),
         ({**QWEN, "mlp_only_layers": [2]}, r"mlp_only_layers=\[2\]"),
         ({key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"}, r"has no 'q_lora_rank'"),
+        ({**LLAMA, "attention_bias": True}, r"attention_bias=True; for LlamaForCausalLM only False"),
+        ({**LLAMA, "mlp_bias": True}, r"mlp_bias=True"),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5"),
+        ({**LLAMA, "hidden_act": "gelu"}, r"hidden_act='gelu'"),
+        ({**QWEN2, "use_sliding_window": True}, r"use_sliding_window=True"),
+        ({**QWEN3, "attention_bias": True}, r"attention_bias=True"),
+        ({**QWEN3, "head_dim": None}, r"has no 'head_dim'"),
     ],
 )
 def test_a_model_we_cannot_carry_is_refused(hf: dict[str, Any], message: str) -> None:
@@ -153,7 +200,17 @@ def test_a_model_we_cannot_carry_is_refused(hf: dict[str, Any], message: str) ->
         ({**DEEPSEEK, "num_experts_per_tok": 6}, r"best 3 experts.* by its best 2\. Set num_experts_per_tok to 4"),
         ({**DEEPSEEK, "rope_scaling": {**YARN, "attention_factor": 1.0}}, r"attention_factor.*Write it in full"),
         ({**DEEPSEEK, "rope_scaling": {**YARN, "type": "longrope"}}, r"rope_type='longrope' is not supported"),
-        ({**QWEN, "rope_scaling": YARN}, r"Remove rope_scaling"),
+        ({**QWEN, "rope_scaling": YARN}, r"mscale.*; supported is \['beta_fast', .* Write it in full"),
+        (
+            {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            r"rope_type='linear'; Llama.* llama3, yarn or none",
+        ),
+        ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"\['factor', 'rope_type'\]; supported is"),
+        (
+            {**QWEN3, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            r"'original_max_position_embeddings', 'rope_type'",
+        ),
+        ({**QWEN2, "rope_parameters": {"rope_theta": 1e6, "mrope_section": [2]}}, r"\['mrope_section'\]; supported is"),
         ({k: v for k, v in QWEN.items() if k != "rope_theta"}, r"no rope_theta"),
         ({**MIXTRAL, "sliding_window": 1023}, r"sliding_window=1023: neither"),
         ({**MIXTRAL, "head_dim": 8}, r"head_dim=8: SGLang's MixtralForCausalLM takes hidden_size"),

@@ -127,6 +127,7 @@ CASES = [
     *((family, name) for family in GRID for name in LAYOUTS),
     ("qwen2_moe", "tp2_ep2"),  # gate of the shared expert, q, k, v biases
     ("glm4_moe", "tp2_ep2"),  # part of a head rotated, router in float32
+    *(("qwen2", name) for name in ("tp2", "pp2", "pp2_vpp2")),  # the output layer is the embedding
 ]
 
 
@@ -191,3 +192,32 @@ def test_one_rank_has_the_logits_and_gradients_of_transformers(one_rank: Any) ->
     assert wanted.keys() == gradients.keys()
     for name, want in wanted.items():
         assert_close(gradients[name], want, 2e-5, name)  # transformers sums experts and attention otherwise
+    # transformers keeps experts fused in memory, and writes one tensor for each.
+    wanted = revert_weight_conversion(model, {name: p.grad for name, p in model.named_parameters()})
+    assert wanted.keys() == gradients.keys()
+    for name, want in wanted.items():
+        assert_close(gradients[name], want, 2e-5, name)  # transformers sums experts and attention otherwise
+
+
+SCALED = [family for family in TINY if "kv_lora_rank" not in TINY[family] and TINY[family].get("rope_scaling")]
+
+
+@pytest.mark.parametrize("one_rank", SCALED, indirect=True)
+def test_positions_beyond_the_original_maximum_are_scaled(one_rank: Any) -> None:
+    """The test above would not see it if neither side scaled, or if it made no difference."""
+    import transformers
+
+    directory, logits, _, _ = one_rank
+    config = transformers.AutoConfig.from_pretrained(directory)
+    scaling = config.rope_parameters
+    config.rope_parameters = {"rope_type": "default", "rope_theta": scaling["rope_theta"]}
+    unscaled = transformers.AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
+    rollouts = rollouts_from_one()
+    longest, start = int(np.argmax(LENGTHS)), scaling["original_max_position_embeddings"]
+    tokens = torch.from_numpy(np.array(rollouts.row(longest)[0], np.int64))
+    with torch.no_grad():
+        other = unscaled(input_ids=tokens[None]).logits[0, start:-1]
+
+    ours = logits.split([n - 1 for n in LENGTHS])[longest][start:, : other.shape[1]]
+    assert len(ours) >= 5
+    assert float((ours - other).abs().amax(-1).min()) > 0.02  # at every such position; the sides agree within 1e-5

@@ -15,7 +15,7 @@ from megatron_rl.run_directory import LAYOUT
 from megatron_rl.trainer import state
 from megatron_rl.trainer.rank_batch import split
 from megatron_rl.trainer.worker import Worker
-from tests.tiny import GRID, TINY
+from tests.tiny import GRID
 from tests.trainer.ranks import run_ranks
 from tests.trainer.setup import make_batch, make_config, make_rollouts, start, write_checkpoint
 
@@ -166,16 +166,20 @@ EXPORTED = {
     "pp2_vpp2": (2, {"pp": 2, "vpp": 2}),
     "cp2_etp2": (2, {"cp": 2, "etp": 2}),
     "tp2_pp2_ep2": (4, {"tp": 2, "sp": True, "pp": 2, "ep": 2}),
+    "tp2_pp2": (4, {"tp": 2, "sp": True, "pp": 2}),
 }
+EXPORTS = [
+    *((family, name) for family in GRID for name in EXPORTED if name != "tp2_pp2"),
+    *((family, "tp2_ep2") for family in ("mixtral", "qwen2_moe")),
+    *((family, "tp2_pp2") for family in ("llama", "qwen2", "qwen3")),
+]
 
 
 def export(rank: int, directory: str, config: Any, meeting: str, out: str) -> None:
     start(rank, config, directory, meeting).export(out)
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), [(f, name) for f in TINY for name in (EXPORTED if f in GRID else ["tp2_ep2"])]
-)
+@pytest.mark.parametrize(("family", "name"), EXPORTS)
 def test_export_before_training_is_what_was_imported(family: str, name: str, tmp_path: Path) -> None:
     world_size, parallel = EXPORTED[name]
     directory = write_checkpoint(tmp_path / "hf", family, dtype="bfloat16")
@@ -190,15 +194,21 @@ def test_export_before_training_is_what_was_imported(family: str, name: str, tmp
     assert json.loads((out / "config.json").read_text()) == json.loads((Path(directory) / "config.json").read_text())
 
 
-@pytest.mark.parametrize("family", GRID)
-def test_saved_weights_load_on_another_layout(family: str, tmp_path: Path) -> None:
+TP2, PP2_VPP2 = {"tp": 2, "sp": True}, {"pp": 2, "vpp": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "saved_on", "loaded_on"),
+    [(family, {**TP2, "ep": 2}, PP2_VPP2) for family in GRID] + [("qwen2", PP2_VPP2, TP2), ("qwen2", TP2, PP2_VPP2)],
+)
+def test_saved_weights_load_on_another_layout(family: str, saved_on: dict, loaded_on: dict, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "hf", family)
     checkpoint, out, before = tmp_path / "checkpoint", tmp_path / "out", tmp_path / "before"
     for path in (checkpoint, out, before):
         path.mkdir()
-    config = make_config({"tp": 2, "sp": True, "ep": 2}, world_size=2)
+    config = make_config(saved_on, world_size=2)
     run_ranks(2, first_half_and_export, directory, config, f"file://{tmp_path}/m0", str(checkpoint), str(before))
-    config = make_config({"pp": 2, "vpp": 2}, world_size=2)
+    config = make_config(loaded_on, world_size=2)
     run_ranks(2, weights_elsewhere, directory, config, f"file://{tmp_path}/m1", str(checkpoint), str(out))
 
     assert_equal(load_file(out / "model.safetensors"), load_file(before / "model.safetensors"))

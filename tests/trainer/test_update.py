@@ -149,6 +149,32 @@ def test_training_over_ranks_goes_as_on_one(
     assert phase == "rl" or expected[2]["loss"] < expected[0]["loss"]
 
 
+def copies_after_updates(rank: int, directory: str, config: Any, meeting: str) -> Any:
+    worker = start(rank, config, directory, meeting)
+    batch = make_batch(make_rollouts(LENGTHS, PROMPTS), TWO_MINI_BATCHES[worker.topology.dp][:1])
+    metrics = [worker.update(part_of(worker, batch)) for _ in range(3)]
+    return metrics, [t.clone() for name, t in worker.tensors.items() if name.endswith(TIED)]
+
+
+TIED = ("word_embeddings.weight", "output_layer.weight")
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_tied_embeddings_on_two_stages_are_trained_as_one(distributed: bool, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "hf", "qwen2")
+    one = make_config(distributed_optimizer=False)
+    two = make_config({"pp": 2}, world_size=2, distributed_optimizer=distributed)
+
+    (want, (embedding,)), *_ = run_ranks(1, copies_after_updates, directory, one, f"file://{tmp_path}/one")
+    results = run_ranks(2, copies_after_updates, directory, two, f"file://{tmp_path}/two")
+
+    (_, (first,)), (found, (last,)) = results
+    assert torch.equal(first, last)
+    # As in the test above. The norm would be larger if the copy's gradient counted twice.
+    assert found == [{name: pytest.approx(value, rel=1e-3, abs=1e-6) for name, value in step.items()} for step in want]
+    assert float((first - embedding).norm()) <= 1e-3 * float(embedding.norm())
+
+
 def test_warm_up_and_decay_give_the_learning_rate_of_each_step(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "hf", "qwen3_moe")
     config = make_config(algorithm={"lr": 8e-4, "min_lr": 0.0, "warmup_steps": 2, "decay": "linear"})  # of 8 steps

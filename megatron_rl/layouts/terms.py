@@ -58,7 +58,10 @@ class PadVocab:
 
 @dataclass(frozen=True, slots=True)
 class PerGroup:
-    """Tensors interleaved group by group, then cut between groups: Megatron's [q q k v | q q k v | ...]."""
+    """Tensors interleaved group by group, then cut into equal runs of rows: Megatron's [q q k v | q q k v | ...].
+
+    With more ranks than groups a group is cut wherever that falls: some ranks hold no row of k or v.
+    """
 
     tensors: tuple[HfTensor, ...]
     groups: int
@@ -138,9 +141,9 @@ def local(term: Piece, place: Place) -> Local:
             end = min(b, t.shape[0])
             return Local((b - a, *t.shape[1:]), (_rows(t, a, end),) if a < end else ())
         case PerGroup(tensors, groups, axis):
-            a, b = share(groups, place.axes[axis], f"{tensors[-1].name} (key-value heads)")
-            sizes = [(t, t.shape[0] // groups) for t in tensors]
-            return _stack(tuple(_rows(t, g * n, (g + 1) * n) for g in range(a, b) for t, n in sizes))
+            share(groups, place.axes[axis], f"{tensors[-1].name} (key-value heads)", repeat=True)
+            rows = sum(t.shape[0] for t in tensors)
+            return _interleaved(tensors, groups, share(rows, place.axes[axis], "the rows of queries, keys and values"))
         case Concat(pieces):
             return _stack(tuple(r for piece in pieces for r in local(piece, place).rectangles))
 
@@ -190,6 +193,19 @@ def axes_of(term: Term) -> Iterator[str]:
 def _rows(tensor: HfTensor, start: int, end: int) -> Rectangle:
     rest = tensor.shape[1:]
     return Rectangle(tensor, (start, *(0 for _ in rest)), (end - start, *rest))
+
+
+def _interleaved(tensors: tuple[HfTensor, ...], groups: int, held: tuple[int, int]) -> Local:
+    """The rows `held` (half-open) of what `tensors` are when interleaved group by group."""
+    rectangles, at = [], 0
+    for group in range(groups):
+        for t in tensors:
+            each = t.shape[0] // groups
+            low, high = max(held[0] - at, 0), min(held[1] - at, each)
+            if low < high:
+                rectangles.append(_rows(t, group * each + low, group * each + high))
+            at += each
+    return _stack(tuple(rectangles))
 
 
 def _stack(rectangles: tuple[Rectangle, ...]) -> Local:

@@ -144,8 +144,9 @@ def megatron_layer(
             parts = [x[f"self_attn.{n}_proj.{kind}"] for n in "qkv"]
             qkv = np.concatenate([part.reshape(groups, -1, *part.shape[1:]) for part in parts], axis=1)
             assert qkv.shape[1] == (heads // groups + 2) * dim
-            mine = cut(qkv, *tp)
-            out[f"self_attention.linear_qkv.{kind}"] = mine.reshape(-1, *mine.shape[2:])
+            if tp[0] % groups and groups % tp[0]:
+                raise ValueError(f"{groups} key-value heads on {tp[0]} ranks")
+            out[f"self_attention.linear_qkv.{kind}"] = cut(qkv.reshape(-1, *qkv.shape[2:]), *tp)
         out["self_attention.linear_qkv.layer_norm_weight"] = x["input_layernorm.weight"]
         for n in "qk":
             if f"self_attn.{n}_norm.weight" in x:

@@ -28,8 +28,9 @@ def need(claim: bool, what: object) -> None:
         raise ValueError(what)
 
 
-def has_experts(hf: dict[str, Any]) -> bool:
-    return "num_experts_per_tok" in hf and hf.get("first_k_dense_replace", 0) < hf["num_hidden_layers"]
+def has_experts(hf: dict[str, Any], layers: int) -> bool:
+    """Whether any of the first `layers` layers has; those of multi-token prediction come behind the decoder's."""
+    return "num_experts_per_tok" in hf and hf.get("first_k_dense_replace", 0) < layers
 
 
 def mtp_layers(hf: dict[str, Any]) -> int:
@@ -76,7 +77,7 @@ def deal(hf: dict[str, Any], sizes: dict[str, Any]) -> list[str]:
 def megatron_ranks(hf: dict[str, Any], model: Arrays, sizes: dict[str, Any]) -> dict[int, Arrays]:
     """Every rank's tensors under the names of our layouts."""
     world, tp, pp, ep, etp = (sizes[key] for key in ("world_size", "tp", "pp", "ep", "etp"))
-    need(has_experts(hf) or ep * etp == 1, "no experts to share out")
+    need(has_experts(hf, hf["num_hidden_layers"] + mtp_layers(hf)) or ep * etp == 1, "no experts to share out")
     dense = np.arange(world).reshape(pp, -1, sizes["cp"], tp)
     expert = np.arange(world).reshape(pp, -1, ep, etp)
     parts = deal(hf, sizes)
@@ -115,7 +116,7 @@ def engine_ranks(hf: dict[str, Any], model: Arrays, sizes: dict[str, Any]) -> di
     """Every rank's tensors of an engine."""
     kind, tp, ep, pp, dp = hf["model_type"], sizes["tp"], sizes["ep"], sizes["pp"], sizes["dp_attention"]
     layers, dense_tp = hf["num_hidden_layers"], sizes["moe_dense_tp"]
-    need(ep == 1 or has_experts(hf), "no experts to share out")
+    need(ep == 1 or has_experts(hf, layers), "no experts to share out")
     need(dp == 1 or kind not in PLAIN_TP, "attention over all ranks")
     tied = hf["tie_word_embeddings"]
     need(not sizes["dp_lm_head"] or (dp > 1 and kind not in HEAD_OVER_ALL and not tied), "output layer over all ranks")

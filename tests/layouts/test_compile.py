@@ -1,6 +1,5 @@
 """Layouts by example: names, dtypes, refusals and scale. See test_coverage for random models and topologies."""
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
 from tests.layouts import reference
-from tests.tiny import FULL_SIZE, TINY
+from tests.tiny import TINY
 
 VOCAB = 61
 HF: dict[str, dict[str, Any]] = {family: {**hf, "vocab_size": VOCAB} for family, hf in TINY.items()}
@@ -65,7 +64,11 @@ def test_the_correction_bias_stays_float32_on_every_side() -> None:
 @pytest.mark.parametrize(
     ("family", "sizes", "message"),
     [
-        ("qwen3_moe", {"tp": 4}, r"parallel.tp=4 does not divide .*key-value heads.* there are 2.* one of 1, 2\."),
+        (
+            "qwen3_moe",
+            {"tp": 3},
+            r"parallel.tp=3 does not divide .*key-value heads.* are 2.* 1, 2 or a multiple of 2\.",
+        ),
         ("deepseek_v3", {"tp": 3}, r"parallel.tp=3 does not divide .*q_b_proj.*blocks of 24 rows.* one of 1, 2, 4\."),
         ("deepseek_v3", {"ep": 5}, r"parallel.ep=5 does not divide the experts.* one of 1, 2, 3, 4, 6, 12\."),
         ("qwen3_moe", {"etp": 3}, r"parallel.etp=3 does not divide .*gate_proj.* of which there are 40"),
@@ -90,15 +93,6 @@ def test_an_engine_repeats_key_value_heads_only_in_whole_multiples() -> None:
     check_sglang(table, SglangTopology(tp=4))
     with pytest.raises(LayoutError, match=r"rollout.tp=3 does not divide .*k_proj.*1, 2 or a multiple of 2"):
         check_sglang(table, SglangTopology(tp=3, ep=3))
-
-
-def test_one_rank_of_a_671b_model_compiles_within_a_second() -> None:
-    topology = MegatronTopology(512, 61, tp=2, pp=16, ep=32, first_stage_layers=3, last_stage_layers=2, mtp_layers=1)
-    start = time.perf_counter()
-    layouts = megatron_layouts(load_table(FULL_SIZE["deepseek_v3"]), topology, 200, dtype="bfloat16")
-    assert time.perf_counter() - start < 1.0  # 10 ms when written
-    # Stage 6 has layers 23 to 26, each with 8 of 256 experts (2 tensors each) and 13 other tensors.
-    assert len(layouts) == 4 * (8 * 2 + 13)
 
 
 def test_a_topology_for_another_depth_is_refused() -> None:

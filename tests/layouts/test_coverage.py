@@ -125,7 +125,7 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
 def leave_out_what_the_family_lacks(hf: dict[str, Any], trainer: dict[str, Any], engine: dict[str, Any]) -> None:
     """Axes that would cut nothing of it."""
     kind = hf["model_type"]
-    if not has_experts(hf):
+    if not has_experts(hf, hf["num_hidden_layers"]):
         trainer |= {"ep": 1, "etp": 1}
         engine |= {"ep": 1}
     if kind in PLAIN_TP:

@@ -50,6 +50,12 @@ def test_groups_are_interleaved_then_cut() -> None:
     piece = at(1, 2, PerGroup((q, k, v), 2, "tp"))
     assert spans(piece) == [("q", (4, 0), (4, 5)), ("k", (1, 0), (1, 5)), ("v", (1, 0), (1, 5))]
     assert piece.shape == (6, 5)
+    # 4 ranks of 3 rows: the second one has the end of the first group.
+    assert spans(at(1, 4, PerGroup((q, k, v), 2, "tp"))) == [
+        ("q", (3, 0), (1, 5)),
+        ("k", (0, 0), (1, 5)),
+        ("v", (0, 0), (1, 5)),
+    ]
     both = at(0, 1, PerGroup((q, k, v), 2, "tp"))
     assert [r.tensor.name for r in both.rectangles] == ["q", "k", "v", "q", "k", "v"]
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from megatron_rl.config import load_config
+from megatron_rl.models import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -23,6 +24,12 @@ def test_every_place_it_names_exists() -> None:
     assert len(names) > 20
     missing = [n for n in names if not any((root / n).exists() for root in (ROOT, ROOT / "megatron_rl"))]
     assert missing == []
+
+
+def test_every_family_is_in_its_table() -> None:
+    (table,) = re.findall(r"## Model families\n(.*?)\n## ", README, flags=re.DOTALL)
+
+    assert set(re.findall(r"`(\w+ForCausalLM)`", table)) == set(FAMILIES)
 
 
 def test_its_command_lines_are_accepted() -> None:

@@ -18,6 +18,7 @@ from megatron_rl.formats import hf_files
 from megatron_rl.formats.hf_files import Stored
 
 UNIT_BYTES = 256_000_000
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class Unit:
 
     @property
     def record(self) -> Path:
-        """Of the hashes; there once the tensors are on disk."""
-        return self.partial / f"unit-{self.number}.json"
+        """Of the hashes; there once the tensors are written. They may not be on disk: it is for this boot only."""
+        return self.partial / f"unit-{self.number}-{BOOT.read_text().strip()}.json"
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +81,7 @@ def export_checkpoint(directory: Path, out: Path, *, processes: int, quantize: b
         known = {} if checkpoint.manifest is None else checkpoint.manifest.tensors
         differing = [name for name, entry in known.items() if hashes[name] != entry.xxh3]
         if not differing:
+            _to_disk(partial / WHOLE)
             _companions(checkpoint, partial / WHOLE, tensors, quantize=quantize)
             os.rename(partial / WHOLE, out)
     shutil.rmtree(partial)
@@ -134,8 +136,6 @@ def write_unit(unit: Unit) -> None:
                 if place.file not in opened:
                     opened[place.file] = os.open(unit.partial / WHOLE / place.file, os.O_WRONLY)
                 hashes[tensor.name] = _write(reader, tensor, unit.places, opened[place.file])
-        for fd in opened.values():
-            os.fsync(fd)
         temporary = unit.record.with_suffix(".tmp")
         temporary.write_text(json.dumps(hashes))
         os.rename(temporary, unit.record)
@@ -161,6 +161,18 @@ def _write(reader: Reader, tensor: Wanted, places: Mapping[str, Stored], fd: int
         hf_files.write_at(fd, data, place.at + row * tensor.columns)
         hf_files.write_at(fd, factors, scale.at + row // fp8.BLOCK * scale.shape[1] * 4)
     return digest.hexdigest()
+
+
+def _to_disk(directory: Path) -> None:
+    """Once for each file: while several processes write to one, each wait for the disk would be for all of them."""
+    for path in directory.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise BackendError(f"Writing {path} failed: {error}. Free space there.") from error
+        finally:
+            os.close(fd)
 
 
 def _companions(checkpoint: Checkpoint, directory: Path, tensors: Sequence[Wanted], *, quantize: bool) -> None:

@@ -100,11 +100,8 @@ def transformer_config(
     return config
 
 
-def start_megatron(parallel: ParallelConfig, topology: MegatronTopology, *, tied: bool, seed: int) -> bool:
-    """Make this process, already in torch's process group, one of megatron's ranks. Returns: whether it has a GPU.
-
-    `tied`: the output layer is the embedding.
-    """
+def start_megatron(model: Architecture, parallel: ParallelConfig, topology: MegatronTopology, *, seed: int) -> bool:
+    """Make this process, already in torch's process group, one of megatron's ranks. Returns: whether it has a GPU."""
     has_cuda = not cpu.install()
     if not has_cuda:
         local_spec.install()
@@ -113,7 +110,7 @@ def start_megatron(parallel: ParallelConfig, topology: MegatronTopology, *, tied
     # Their gradients are added up. By default megatron takes the first and last stage, and with multi-token prediction
     # would then add up the embedding's and the output layer's.
     with_embedding = [
-        stage for stage, held in chunks.items() if any(c.has_embedding or (tied and c.has_head) for c in held)
+        stage for stage, held in chunks.items() if any(c.has_embedding or (model.tied and c.has_head) for c in held)
     ]
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,

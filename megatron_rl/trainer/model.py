@@ -1,6 +1,7 @@
 """megatron's GPT model, where the families here need it to be another."""
 
 import copy
+import logging
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -12,6 +13,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class Gpt(GPTModel):
@@ -27,6 +30,8 @@ class Gpt(GPTModel):
         self.without_prediction.mtp_num_layers = None
         if self.mtp_process:
             self.mtp.requires_grad_(False)
+            size = sum(p.numel() for p in self.mtp.parameters()) / 1e6
+            logger.info("%.3f M parameters for multi-token prediction are carried along and not trained", size)
 
     def _postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
         # Elsewhere megatron has to know of the layers: it keeps the copy of the embedding beside them up to date.

@@ -28,7 +28,7 @@ def skeleton(model: Architecture, topology: MegatronTopology) -> Skeleton:
     parallel, trainer = ParallelConfig(), TrainerConfig(world_size=1)
     with tempfile.TemporaryDirectory() as meeting:
         dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=0, world_size=1)
-        has_cuda = start_megatron(parallel, topology, tied=model.tied, seed=0)
+        has_cuda = start_megatron(model, parallel, topology, seed=0)
         config = transformer_config(model, parallel, trainer, has_cuda=has_cuda)
         groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         with FakeTensorMode():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.formats import manifest
 
 Chunks = Sequence[DistributedDataParallel]
 
@@ -27,6 +29,14 @@ def save_weights(directory: Path, chunks: Chunks) -> None:
     # For its queue megatron would start a process, which takes seconds and outlives a rank that is killed.
     filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(_sharded(chunks), str(directory))
+
+
+def load_converted(directory: Path, chunks: Chunks) -> None:
+    """Read a converted checkpoint; the ranks share out its files, and compare each with its manifest."""
+    if written := manifest.read(directory):
+        mine = sorted(written.files)[dist.get_rank() :: dist.get_world_size()]
+        manifest.check_files(directory, written, mine)
+    load_weights(directory, chunks)
 
 
 def load_weights(directory: Path, chunks: Chunks) -> None:

@@ -24,7 +24,7 @@ from megatron_rl.algorithms.recipes import RECIPES
 from megatron_rl.checks import topology_of
 from megatron_rl.config import Config, OptimizerConfig
 from megatron_rl.errors import BackendError
-from megatron_rl.formats import hf_files, manifest
+from megatron_rl.formats import hf_files
 from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.layouts.compile import hf_layouts, megatron_layouts
 from megatron_rl.models import load_architecture, load_table
@@ -73,32 +73,21 @@ class Worker:
         torch.set_num_threads(trainer.threads_per_rank)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=trainer.world_size)
-        has_cuda = build.start_megatron(
-            self.config.parallel, self.topology, tied=self.model.tied, seed=self.config.seed
-        )
+        has_cuda = build.start_megatron(self.model, self.config.parallel, self.topology, seed=self.config.seed)
         self.device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
         self.megatron = build.transformer_config(self.model, self.config.parallel, trainer, has_cuda=has_cuda)
         self.chunks = build.build_chunks(
             self.model, self.megatron, self.topology, distributed_optimizer=trainer.distributed_optimizer
         )
         self.tensors = weights.named_tensors(self.chunks, self.layouts)
-        self._read_weights()
+        if is_torch_dist(self.source):
+            state.load_converted(self.source, self.chunks)
+        else:
+            weights.import_hf(self.source, self.tensors, self.layouts, aliases=self.table.aliases)
         layers = [f"{c.layers.start} to {c.layers.stop - 1}" for c in self.topology.chunks(self.rank)]
         size = sum(tensor.numel() for tensor in self.tensors.values()) / 1e6
         logger.info("%s: layers %s, %.3f M parameters", self.topology.coordinates(self.rank), ", ".join(layers), size)
-        if carried := sum(t.numel() for name, t in self.tensors.items() if ":mtp." in name):
-            logger.info("%.3f M of them, for multi-token prediction, are carried along and not trained", carried / 1e6)
         return self.topology.coordinates(self.rank).dp
-
-    def _read_weights(self) -> None:
-        if not is_torch_dist(self.source):
-            weights.import_hf(self.source, self.tensors, self.layouts, aliases=self.table.aliases)
-            return
-        if written := manifest.read(self.source):
-            # Shared out over the ranks: together they read every byte once more.
-            mine = sorted(written.files)[self.rank :: self.config.trainer.world_size]
-            manifest.check_files(self.source, written, mine)
-        state.load_weights(self.source, self.chunks)
 
     def begin(self, phase: str) -> None:
         """Start a phase ("sft" or "rl") with a fresh optimizer and schedule; "rl" may freeze a reference."""

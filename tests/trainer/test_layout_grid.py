@@ -61,7 +61,7 @@ def look(rank: int, meeting: str, grid: list[tuple[dict[str, Any], dict[str, Any
         config = make_config(parallel, world_size=RANKS)
         table, model = load_table(hf), load_architecture(hf)
         topology = topology_of(config, table)
-        build.start_megatron(config.parallel, topology, tied=model.tied, seed=0)
+        build.start_megatron(model, config.parallel, topology, seed=0)
         megatron = build.transformer_config(model, config.parallel, config.trainer, has_cuda=False)
         chunks = build.build_chunks(model, megatron, topology, distributed_optimizer=False)
         layouts = megatron_layouts(table, topology, rank, dtype="float32")

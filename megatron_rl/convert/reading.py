@@ -186,12 +186,16 @@ class Reader:
         self._stack.close()
 
     def windows(self, tensor: Wanted, *, multiple: int = 1) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, uint8 [rows, bytes of a row]) in order, `multiple` rows or a multiple of them but at the end."""
+        """(first row, uint8 [rows, bytes of a row]) in order, `multiple` rows or a multiple of them but at the end.
+
+        The next step overwrites the window: new memory for each would cost as much as reading it.
+        """
         itemsize = NBYTES[tensor.dtype]
         row_bytes = tensor.columns * itemsize
         step = max(WINDOW_BYTES // (row_bytes * multiple), 1) * multiple
+        buffer = np.empty((min(step, tensor.shape[0]), row_bytes), np.uint8)
         for first in range(0, tensor.shape[0], step):
-            window = np.empty((min(step, tensor.shape[0] - first), row_bytes), np.uint8)
+            window = buffer[: tensor.shape[0] - first]
             for segment in tensor.segments:
                 self._fill(window, first, segment, itemsize)
             yield first, window

@@ -71,6 +71,7 @@ def test_the_correction_bias_stays_float32_on_every_side() -> None:
         ),
         ("deepseek_v3", {"tp": 3}, r"parallel.tp=3 does not divide .*q_b_proj.*blocks of 24 rows.* one of 1, 2, 4\."),
         ("deepseek_v3", {"ep": 5}, r"parallel.ep=5 does not divide the experts.* one of 1, 2, 3, 4, 6, 12\."),
+        ("llama", {"ep": 2}, r"parallel.ep=2: the model has no experts. Set it to 1\."),
         ("qwen3_moe", {"etp": 3}, r"parallel.etp=3 does not divide .*gate_proj.* of which there are 40"),
     ],
 )

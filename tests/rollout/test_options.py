@@ -65,3 +65,9 @@ def test_true_is_a_bare_flag_false_is_absent_and_a_list_is_many_words() -> None:
 def test_cpu_flags_are_given_only_without_a_gpu() -> None:
     assert "torch_native" in command(settings(device="cpu"), port=5)
     assert "torch_native" not in command(settings(device="cuda"), port=5)
+
+
+def test_the_cut_of_an_engine_reaches_the_server() -> None:
+    words = " ".join(command(settings(tp=4, ep=2, dp_attention=2, dp_lm_head=True, moe_dense_tp=1), port=5))
+    for flags in ("--tp-size 4", "--ep-size 2", "--attn-dp-size 2", "--enable-dp-lm-head", "--moe-dense-tp-size 1"):
+        assert flags in words

@@ -1,0 +1,74 @@
+"""A server of each family that has none in the package's `engines`: its text, and a push into it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.rollout.server import Request
+from tests.rollout.conftest import Engines
+from tests.rollout.servers import checkpoint, running
+from tests.rollout.test_sync_live import push_both, state_of
+from tests.trainer.ranks import run_ranks
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
+FAMILIES = {"llama": 1, "qwen2": 2, "qwen3": 1}
+"""Family -> ranks of its server."""
+PROMPTS = tuple(tuple(3 + (7 * i + 11 * j) % 50 for j in range(length)) for i, length in enumerate((4, 40, 90)))
+"""The longer ones reach beyond the positions that the scaled models of tests/tiny.py know without scaling."""
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    family = request.param
+    directory = tmp_path_factory.mktemp(family)
+    path, other = (checkpoint(directory, family, dtype="float32", seed=seed) for seed in (1, 2))
+    with running(path, tp=FAMILIES[family], dtype="float32") as server:
+        yield Engines(family, path, other, {FAMILIES[family]: server})
+
+
+@pytest.mark.parametrize("engine", FAMILIES, indirect=True)
+def test_greedy_text_is_that_of_transformers(engine: Engines) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(engine.path, dtype=torch.float32)
+    (server,) = engine.servers.values()
+
+    rollouts, _ = server.generate(Request(PROMPTS, 1, (0,) * len(PROMPTS), max_tokens=TOKENS, temperature=0.0))
+
+    lengths = []
+    for row, prompt in enumerate(PROMPTS):
+        tokens, logprobs, length = rollouts.row(row)
+        with torch.no_grad():
+            wanted = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)[0]
+            logits = model(wanted[None]).logits[0]
+        assert tokens.tolist() == wanted.tolist()
+        log_softmax = logits.log_softmax(-1)[torch.arange(length - 1, len(wanted) - 1), wanted[length:]]
+        np.testing.assert_allclose(logprobs[length:], log_softmax, rtol=0, atol=1e-5)  # float32 through four layers
+        lengths.append(len(wanted) - length)
+    assert max(lengths) == TOKENS
+
+
+@pytest.mark.parametrize(("engine", "parallel"), [("qwen2", {"pp": 2})], indirect=["engine"])  # tied, biases
+def test_a_pushed_server_equals_one_that_loaded_the_export(engine: Engines, parallel: Any, tmp_path: Path) -> None:
+    ((tp, server),) = engine.servers.items()
+    fresh, export = state_of(server), tmp_path / "export"
+    export.mkdir()
+
+    results = run_ranks(2, push_both, engine, parallel, 2, f"file://{tmp_path}/meeting", export)
+
+    exported, original = (load_file(path / "model.safetensors") for path in (export, engine.path))
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+    between, after, metrics = results[0][tp]
+    assert after == fresh
+    for old, new in zip(fresh[0], between[0], strict=True):
+        assert old.keys() == new.keys() and not set(old.items()) & set(new.items())
+    assert between[1] != fresh[1]
+    assert metrics["sync/bytes_received"] == metrics["sync/bytes_needed"] > 0

@@ -1,11 +1,11 @@
 """DeepSeek's FP8 checkpoints: e4m3 weights with one float32 scale for each block of 128 x 128 elements.
 
 Source of the format: inference/kernel.py and fp8_cast_bf16.py of the DeepSeek-V3 repository: w = fp8 * scale_inv.
-Tensors are numpy byte arrays at the border: only quantised ones cost an import of torch.
+Tensors are numpy byte arrays at the border: only quantising costs an import of torch.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -70,14 +70,33 @@ def read_scale(directory: Path, scale: Stored) -> np.ndarray:
     return np.fromfile(directory / scale.file, np.float32, prod(scale.shape), offset=scale.at).reshape(scale.shape)
 
 
-def dequantize(data: np.ndarray, scale: np.ndarray, *, first_row: int, columns: int) -> bytes:
-    """bfloat16 bytes of rows `first_row` and on. data: uint8, whole rows; scale: float32, of the whole tensor."""
-    import torch
+def dequantize(data: np.ndarray, scale: np.ndarray, *, first_row: int, columns: int) -> Iterator[bytes]:
+    """bfloat16 bytes of rows `first_row` and on, a row of blocks at a time.
 
-    values = torch.from_numpy(data).view(torch.float8_e4m3fn).view(-1, columns).float()
-    rows = torch.arange(first_row, first_row + len(values)) // BLOCK
-    factors = torch.from_numpy(scale)[rows].repeat_interleave(BLOCK, dim=1)[:, :columns]
-    return values.mul_(factors).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    data: uint8, whole rows; scale: float32, of the whole tensor. numpy's: torch in every worker would take most memory.
+    """
+    rows, at = data.reshape(-1, columns), 0
+    while at < len(rows):
+        block, within = divmod(first_row + at, BLOCK)
+        part = rows[at : at + BLOCK - within]
+        values = E4M3[part]
+        values *= np.repeat(scale[block], BLOCK)[:columns]
+        bits = values.view(np.uint32)
+        bits += 0x7FFF + (bits >> 16 & 1)  # to the nearest, ties to even
+        yield (bits >> 16).astype(np.uint16).tobytes()
+        at += len(part)
+
+
+def _e4m3() -> np.ndarray:
+    """float32 of each byte: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities, one NaN each way."""
+    code = np.arange(128)
+    exponent, mantissa = code >> 3, code & 7
+    values = np.where(exponent > 0, 2.0 ** (exponent - 7) * (1 + mantissa / 8), 2.0**-6 * mantissa / 8)
+    values[127] = np.nan
+    return np.concatenate([values, -values]).astype(np.float32)
+
+
+E4M3 = _e4m3()
 
 
 def quantize(data: np.ndarray, *, dtype: str, columns: int) -> tuple[bytes, bytes]:

@@ -192,7 +192,7 @@ def _read_parts(directory: Path, job: Job) -> Iterator[tuple[Part, Iterator[byte
             scale = fp8.read_scale(directory, job.scale)
             (data,) = _blocks(f.fileno(), nbytes, nbytes)
             array = np.frombuffer(data, np.uint8)
-            yield part, iter([fp8.dequantize(array, scale, first_row=part.row, columns=tensor.shape[1])])
+            yield part, fp8.dequantize(array, scale, first_row=part.row, columns=tensor.shape[1])
 
 
 def _blocks(fd: int, nbytes: int, size: int) -> Iterator[memoryview]:

@@ -150,7 +150,7 @@ def _hf_rows(directory: Path, check: Check, row: int, rows: int) -> np.ndarray:
     data = np.fromfile(directory / hf.file, np.uint8, rows * row_bytes, offset=hf.at + row * row_bytes)
     if check.scale is not None:
         scale = fp8.read_scale(directory, check.scale)
-        data = np.frombuffer(fp8.dequantize(data, scale, first_row=row, columns=columns), np.uint8)
+        data = np.frombuffer(b"".join(fp8.dequantize(data, scale, first_row=row, columns=columns)), np.uint8)
     return data.reshape(rows, -1)
 
 

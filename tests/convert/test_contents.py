@@ -235,3 +235,14 @@ def test_fp8_is_for_the_linears_of_attention_and_experts() -> None:
     assert [name for name in yes + no if fp8.is_quantized(f"{layer}{name}.weight", (8, 8))] == yes
     assert not any(fp8.is_quantized(f"{name}.weight", (8, 8)) for name in ("lm_head", "model.embed_tokens"))
     assert not fp8.is_quantized(f"{layer}self_attn.q_proj.bias", (8,))
+
+
+def test_every_fp8_value_is_read_as_torch_reads_it() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    scale = np.array([[1.37]], np.float32)
+
+    (found,) = fp8.dequantize(codes.numpy(), scale, first_row=0, columns=16)
+
+    expected = (codes.view(torch.float8_e4m3fn).float() * 1.37).bfloat16()
+    same = torch.frombuffer(bytearray(found), dtype=torch.bfloat16)
+    assert torch.equal(same.isnan(), expected.isnan()) and torch.equal(same.nan_to_num(), expected.nan_to_num())

@@ -227,8 +227,8 @@ TINY["moonlight"] = TINY["deepseek_v3"] | {
     "n_group": 1,
     "topk_group": 1,
     "routed_scaling_factor": 2.446,
-    # Those of Kimi-K2; Moonlight has none, and SGLang without a GPU needs some.
-    "rope_scaling": TINY["deepseek_v3"]["rope_scaling"] | {"beta_fast": 1.0, "mscale_all_dim": 1.0},
+    "rope_scaling": None,
+    "rope_theta": 50000.0,
 }
 GRID = ("deepseek_v3", "qwen3_moe")
 """Families that tests run over every layout and every server; the others, where they differ from these."""

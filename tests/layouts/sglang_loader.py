@@ -18,12 +18,14 @@ from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.dp_attention import initialize_dp_attention_flags
 from sglang.srt.model_loader import get_model
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
 from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.layouts.compile import sglang_layouts
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
+from megatron_rl.rollout.sglang_cpu.hooks import activate_cpu
 
 GROUPS = ("tp", "moe_ep", "moe_tp", "attn_tp", "attn_cp", "pp")
 
@@ -94,6 +96,8 @@ def differences(checkpoint: Path, cut: SglangTopology, rank: int) -> list[str]:
 
 
 if __name__ == "__main__":
+    activate_cpu()
+    HookRegistry.apply_hooks()
     for family, cuts in json.loads(sys.argv[2]).items():
         for sizes in cuts:
             cut = SglangTopology(**sizes)

@@ -17,7 +17,7 @@ from tests.trainer.ranks import run_ranks
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
-FAMILIES = {"llama": 1, "qwen2": 2, "qwen3": 1}
+FAMILIES = {"glm4_moe": 1, "llama": 1, "mixtral": 2, "moonlight": 1, "qwen2": 2, "qwen2_moe": 2, "qwen3": 1}
 """Family -> ranks of its server."""
 PROMPTS = tuple(tuple(3 + (7 * i + 11 * j) % 50 for j in range(length)) for i, length in enumerate((4, 40, 90)))
 """The longer ones reach beyond the positions that the scaled models of tests/tiny.py know without scaling."""
@@ -55,7 +55,13 @@ def test_greedy_text_is_that_of_transformers(engine: Engines) -> None:
     assert max(lengths) == TOKENS
 
 
-@pytest.mark.parametrize(("engine", "parallel"), [("qwen2", {"pp": 2})], indirect=["engine"])  # tied, biases
+PUSHED = [
+    ("qwen2", {"pp": 2}),  # tied, biases
+    ("qwen2_moe", {"tp": 2, "sp": True, "ep": 2}),  # gate of the shared expert, biases
+]
+
+
+@pytest.mark.parametrize(("engine", "parallel"), PUSHED, indirect=["engine"])
 def test_a_pushed_server_equals_one_that_loaded_the_export(engine: Engines, parallel: Any, tmp_path: Path) -> None:
     ((tp, server),) = engine.servers.items()
     fresh, export = state_of(server), tmp_path / "export"

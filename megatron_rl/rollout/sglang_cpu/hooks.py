@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from sglang.srt.arg_groups import choices
+from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, _dispatch_mla_subtype
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -35,6 +36,14 @@ def activate_cpu() -> None:
     HookRegistry.register(
         "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _keep_config, HookType.REPLACE
     )
+    # Qwen2-MoE's gate of the shared expert is a Triton kernel on anything but AMX.
+    HookRegistry.register(
+        "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add", _add_gated, HookType.REPLACE
+    )
+    # Latent attention takes positions without scaling on a GPU only.
+    HookRegistry.register(
+        "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", _or_plain_positions, HookType.AROUND
+    )
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _then_fork, HookType.AROUND)
 
 
@@ -42,6 +51,25 @@ def _then_fork(original: Callable[[object], None], server_args: object) -> None:
     """Spawned, as SGLang wants it, each of its processes imports all of it again: 10 CPU seconds. CUDA needs that."""
     original(server_args)
     multiprocessing.set_start_method("fork", force=True)
+
+
+def _add_gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, total: torch.Tensor) -> None:
+    """hidden, shared, total [T, H], gate [H]: what a shared expert gives is scaled, and added to the others' sum."""
+    total.add_(torch.sigmoid(hidden @ gate)[:, None] * shared)
+
+
+def _or_plain_positions(
+    original: Callable[..., object],
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: int,
+    is_neox_style: bool = True,
+    rope_scaling: dict | None = None,
+    *options: object,
+) -> object:
+    arguments = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling)
+    return get_rope(*arguments) if rope_scaling is None else original(*arguments, *options)
 
 
 def _plain_host_tensor(

@@ -132,7 +132,8 @@ class Server:
                 self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {})
             self._loading = True
-            reports = json.loads(self._post("/update_weights_from_tensor", update)["message"])
+            # With data-parallel attention each group answers, all with the reports of every rank.
+            reports = json.loads(self._post("/update_weights_from_tensor", update)["message"].split(" | ")[0])
             self._post("/end_weight_update", {})
         except BackendError as error:
             self._broken = str(error)

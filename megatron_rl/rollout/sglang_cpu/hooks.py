@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from sglang.srt.arg_groups import choices
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, _dispatch_mla_subtype
@@ -29,6 +30,8 @@ def activate_cpu() -> None:
         _do_nothing,
         HookType.REPLACE,
     )
+    # Data-parallel attention pads batches, and asks for this one on a CPU.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = _one
     # It calls torch once for every sequence of every layer.
     for name, ours in (("_run_sdpa_forward_decode", attention.decode), ("_run_sdpa_forward_extend", attention.extend)):
         HookRegistry.register(f"{TORCH_NATIVE}.{name}", ours, HookType.AROUND)
@@ -82,6 +85,11 @@ def _plain_host_tensor(
     **__: object,
 ) -> torch.Tensor:
     return allocator.allocate(dims, dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+
+
+def _one(self: object) -> int:
+    """Length of the sequences that fill a batch up, as SGLang's other backends have it."""
+    return 1
 
 
 def _do_nothing(self: object) -> None:

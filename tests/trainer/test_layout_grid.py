@@ -29,6 +29,7 @@ TP2 = {"tp": 2, "sp": True}
 GRID: list[tuple[int, dict[str, Any]]] = [
     (4, {**TP2, "pp": 2}),
     (4, {**TP2, "etp": 2, "ep": 2}),
+    (4, {"tp": 4, "sp": True}),  # more ranks than Qwen's 2 key-value heads
     (4, {"pp": 2, "vpp": 2, "ep": 2}),
     (4, {"pp": 2, "first_stage_layers": 1, "etp": 2}),
     (4, {**TP2, "cp": 2, "ep": 4}),

@@ -29,6 +29,7 @@ SCHEDULES = {
 TP2 = {"tp": 2, "sp": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, TP2),
+    "tp4": (4, {"tp": 4, "sp": True}),  # of Qwen's 2 key-value heads two ranks each hold parts
     "pp2": (2, {"pp": 2}),
     "pp2_vpp2": (2, {"pp": 2, "vpp": 2}),
     "uneven_pp2": (2, {"pp": 2, "first_stage_layers": 1}),

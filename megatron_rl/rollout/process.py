@@ -16,13 +16,12 @@ from pathlib import Path
 import requests
 
 from megatron_rl.errors import BackendError
+from megatron_rl.rollout.launch import end_group
 from megatron_rl.rollout.options import ServerSettings, command
 from megatron_rl.rollout.sglang_cpu.settings import STUBS, cpu_environment
 
 PLUGIN_SITE = Path(__file__).parent / "plugin_site"
 POLL_S = 0.1
-STOP_GRACE_S = 5.0
-"""For the resource tracker of a killed server to free shared memory; what is left then is killed."""
 TEMPORARY = "megatron-rl-engine-"
 """Of the server's TMPDIR, followed by the owner's pid."""
 EXIT_S = 2.0
@@ -165,12 +164,7 @@ class ServerProcess:
                 if not self._ended.is_set():
                     os.kill(self.pid, signal.SIGKILL)
             self._ended.wait()
-            with contextlib.suppress(ProcessLookupError):
-                deadline = time.monotonic() + STOP_GRACE_S
-                while time.monotonic() < deadline:
-                    os.killpg(self.pid, 0)
-                    time.sleep(POLL_S / 2)
-                os.killpg(self.pid, signal.SIGKILL)
+            end_group(self.pid)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 

@@ -1,7 +1,13 @@
-"""What a server's log says went wrong, and when a start is tried again."""
+"""What a server's log says went wrong, when a start is tried again, and that nothing outlives an owner."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl.errors import BackendError
@@ -68,3 +74,29 @@ def test_only_a_server_without_its_port_is_started_again(
     with pytest.raises(raised):
         WithoutPort(ServerSettings(name="engine-0", model_path="/m", log_path=str(log), device="cpu"))
     assert len(started) == starts
+
+
+OWNER = """
+import os, subprocess, sys, time
+server = "import os, subprocess, sys, time; from megatron_rl.rollout.launch import follow; follow(os.getppid()); " \
+    "print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
+subprocess.run([sys.executable, "-c", server], start_new_session=True)
+"""
+
+
+@pytest.mark.parametrize("victim", ["owner", "server"])
+def test_a_process_of_the_server_that_does_not_follow_its_parent_ends_too(victim: str) -> None:
+    """As one of SGLang's does not while it still imports."""
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    child = psutil.Process(int(owner.stdout.readline()))
+    server = child.parent()
+    assert server is not None
+
+    os.kill(owner.pid if victim == "owner" else server.pid, signal.SIGKILL)
+
+    deadline = time.monotonic() + 20
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    owner.wait()

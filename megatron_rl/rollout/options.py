@@ -27,7 +27,10 @@ SET_ELSEWHERE = {
     "max_total_tokens": "rollout.max_total_tokens",
     "max_running_requests": "rollout.max_running_requests",
 }
-OURS = ("host", "port", "custom_weight_loader", "weight_version", "skip_tokenizer_init", "device")
+OURS = (
+    *("host", "port", "custom_weight_loader", "weight_version", "skip_tokenizer_init", "device"),
+    *("disable_shared_experts_fusion", "enforce_shared_experts_fusion"),
+)
 """Set by `command` for every server; another value would break it."""
 _NO_TABLE = "the weight sync knows engines cut by rollout.tp, ep and dp_attention only"
 UNSUPPORTED = {
@@ -130,6 +133,8 @@ def command(settings: ServerSettings, *, port: int) -> list[str]:
         "max-running-requests": settings.max_running_requests,
         "custom-weight-loader": LOADER,
         "weight-version": "0",
+        # Fused, the shared experts would lie in slots behind the routed ones, which the layout tables do not have.
+        "disable-shared-experts-fusion": True,
         # Tokens in, tokens out.
         "skip-tokenizer-init": True,
         "log-level": "info",

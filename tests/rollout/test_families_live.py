@@ -17,8 +17,17 @@ from tests.trainer.ranks import run_ranks
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
-FAMILIES = {"glm4_moe": 1, "llama": 1, "mixtral": 2, "moonlight": 1, "qwen2": 2, "qwen2_moe": 2, "qwen3": 1}
-"""Family -> ranks of its server."""
+TP2 = {"tp": 2, "sp": True}
+FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "glm4_moe": (1, {"pp": 2}),
+    "llama": (1, TP2),
+    "mixtral": (2, {"ep": 2}),
+    "moonlight": (1, {**TP2, "ep": 2}),
+    "qwen2": (2, {"pp": 2}),
+    "qwen2_moe": (2, {**TP2, "ep": 2}),
+    "qwen3": (1, TP2),
+}
+"""Family -> (ranks of its server, layout of the two trainer ranks that push into it)."""
 PROMPTS = tuple(tuple(3 + (7 * i + 11 * j) % 50 for j in range(length)) for i, length in enumerate((4, 40, 90)))
 """The longer ones reach beyond the positions that the scaled models of tests/tiny.py know without scaling."""
 TOKENS = 16
@@ -29,8 +38,9 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family = request.param
     directory = tmp_path_factory.mktemp(family)
     path, other = (checkpoint(directory, family, dtype="float32", seed=seed) for seed in (1, 2))
-    with running(path, tp=FAMILIES[family], dtype="float32") as server:
-        yield Engines(family, path, other, {FAMILIES[family]: server})
+    tp, _ = FAMILIES[family]
+    with running(path, tp=tp, dtype="float32") as server:
+        yield Engines(family, path, other, {tp: server})
 
 
 @pytest.mark.parametrize("engine", FAMILIES, indirect=True)
@@ -55,17 +65,12 @@ def test_greedy_text_is_that_of_transformers(engine: Engines) -> None:
     assert max(lengths) == TOKENS
 
 
-PUSHED = [
-    ("qwen2", {"pp": 2}),  # tied, biases
-    ("qwen2_moe", {"tp": 2, "sp": True, "ep": 2}),  # gate of the shared expert, biases
-]
-
-
-@pytest.mark.parametrize(("engine", "parallel"), PUSHED, indirect=["engine"])
-def test_a_pushed_server_equals_one_that_loaded_the_export(engine: Engines, parallel: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", FAMILIES, indirect=True)
+def test_a_pushed_server_equals_one_that_loaded_the_export(engine: Engines, tmp_path: Path) -> None:
     ((tp, server),) = engine.servers.items()
     fresh, export = state_of(server), tmp_path / "export"
     export.mkdir()
+    _, parallel = FAMILIES[engine.family]
 
     results = run_ranks(2, push_both, engine, parallel, 2, f"file://{tmp_path}/meeting", export)
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,9 @@ class World:
 
     path: Path
     model: Path
+    """As a Hugging Face checkpoint."""
+    converted: Path
+    """The same, as tools/convert makes of it."""
     prompts: Path
 
     @property
@@ -37,7 +42,7 @@ class World:
     def arguments(self, name: str, **changes: object) -> list[str]:
         """A command line of a run called `name`; keyword "sft__lr" is the key sft.lr."""
         settings = {
-            "runs_dir": self.runs, "model__path": self.model, "data__path": self.prompts,
+            "runs_dir": self.runs, "model__path": self.converted, "data__path": self.prompts,
             "steps": STEPS, "prompts_per_step": 8, "checkpoint__every": MIDDLE,
             "data__source": "jsonl", "data__held_out": 8, "reward__name": "exact",
             "sampling__max_tokens": 3, "sampling__samples_per_prompt": 4,
@@ -51,8 +56,9 @@ class World:
         return ["model=hf", *(f"{key.replace('__', '.')}={value}" for key, value in settings.items())]
 
     def replay_arguments(self, name: str, samples: Path, **changes: object) -> list[str]:
-        """As `arguments`, training on recorded samples."""
-        return self.arguments(name, **{"mode": "train_only", "samples": samples, **changes})
+        """As `arguments`, training on recorded samples, from the Hugging Face checkpoint."""
+        settings = {"mode": "train_only", "samples": samples, "model__path": self.model}
+        return self.arguments(name, **{**settings, **changes})
 
     def cut(self, original: Path, name: str, *, runs: Path | None = None) -> Path:
         """A copy of a finished run as a kill between step MIDDLE and the end would have left it."""
@@ -67,11 +73,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     model = path / "model"
     hf = {**TINY["deepseek_v3"], "num_hidden_layers": 2, "dtype": "float32"}
     write_random_checkpoint(model, hf, characters=CHARACTERS, seed=1)
+    converted = path / "converted"
+    command = [sys.executable, Path(__file__).parents[2] / "tools/convert"]
+    subprocess.run([*command, "import", "--hf", model, "--out", converted], check=True, capture_output=True)
     prompts = path / "prompts.jsonl"
     lines = [json.dumps({"prompt": f"{i:02d}=", "answer": str(i % 10)}) for i in range(100)]
     prompts.write_text("\n".join(lines) + "\n")
     (path / "runs").mkdir()
-    return World(path, model, prompts)
+    return World(path, model, converted, prompts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,9 @@ def test_a_resumed_run_samples_and_trains_as_an_uninterrupted_one(
 def test_rollout_only_samples_until_its_server_is_killed_and_loses_nothing_of_it(world: World) -> None:
     path = world.runs / "sampled"
 
-    with running(world.arguments("sampled", mode="rollout_only", steps=1000), world.output("sampled")) as run:
+    arguments = world.arguments("sampled", mode="rollout_only", model__path=world.model, steps=1000)
+
+    with running(arguments, world.output("sampled")) as run:
         run.wait_for("step 2/")
         run.kill("megatron_rl.rollout.launch")
         ended = run.end()

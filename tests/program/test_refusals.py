@@ -45,7 +45,13 @@ def test_a_config_that_cannot_work_is_refused_within_five_seconds(
 def test_a_model_directory_without_weights_is_refused(world: World, ends_as: Check, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((world.model / "config.json").read_text())
 
-    ends_as(r"no \*\.safetensors: there are no weights.*model\.path", REFUSED, "no-weights", model__path=tmp_path)
+    pattern = r"no weights, neither \*\.safetensors nor what tools/convert writes.*Set model\.path"
+    ends_as(pattern, REFUSED, "no-weights", model__path=tmp_path)
+        r"no weights, neither \*\.safetensors nor what tools/convert writes.*model\.path",
+        REFUSED,
+        "no-weights",
+        model__path=tmp_path,
+    )
 
 
 def test_a_missing_prompt_file_is_named(ends_as: Check, tmp_path: Path) -> None:

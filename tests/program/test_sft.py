@@ -27,7 +27,12 @@ def test_sft_learns_the_answers_exports_and_goes_on_when_steps_are_raised(world:
     assert not (path / "samples.jsonl").exists() and not (path / "log" / "engine-0.log").exists()
     before, after = (load_file(directory / "model.safetensors") for directory in (world.model, path / "hf"))
     assert before.keys() == after.keys()
-    assert not any(before[name].equal(after[name]) for name in before if name.endswith("proj.weight"))
+    prediction = {name for name in before if ".layers.2." in name}
+    copies = {"model.layers.2.embed_tokens.weight": "model.embed_tokens.weight"}
+    copies["model.layers.2.shared_head.head.weight"] = "lm_head.weight"
+    assert not any(before[n].equal(after[n]) for n in before.keys() - prediction if n.endswith("proj.weight"))
+    assert all(before[name].equal(after[name]) for name in prediction - copies.keys())  # carried, not trained
+    assert all(after[name].equal(after[own]) for name, own in copies.items())
 
     ended = finetune(world, steps=20)
 

@@ -47,11 +47,6 @@ def test_a_model_directory_without_weights_is_refused(world: World, ends_as: Che
 
     pattern = r"no weights, neither \*\.safetensors nor what tools/convert writes.*Set model\.path"
     ends_as(pattern, REFUSED, "no-weights", model__path=tmp_path)
-        r"no weights, neither \*\.safetensors nor what tools/convert writes.*model\.path",
-        REFUSED,
-        "no-weights",
-        model__path=tmp_path,
-    )
 
 
 def test_a_missing_prompt_file_is_named(ends_as: Check, tmp_path: Path) -> None:

@@ -26,8 +26,10 @@ ENGINES = {"tp1": SglangTopology(), "tp2": SglangTopology(tp=2), "tp2_ep2": Sgla
 
 def make_spec(family: str, trainer: str, engine: str, dtype: str = "float32", to: str = "float32") -> SyncSpec:
     mtp = TINY[family].get("num_nextn_predict_layers", 0)
-    topology = replace(TRAINERS[trainer], mtp_layers=mtp)
-    return SyncSpec({**TINY[family], "vocab_size": VOCAB}, topology, ENGINES[engine], dtype, to)
+    ours, theirs = replace(TRAINERS[trainer], mtp_layers=mtp), ENGINES[engine]
+    if not any(key.endswith("experts") for key in TINY[family]):
+        ours, theirs = replace(ours, ep=1), replace(theirs, ep=1)
+    return SyncSpec({**TINY[family], "vocab_size": VOCAB}, ours, theirs, dtype, to)
 
 
 def hf_value(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

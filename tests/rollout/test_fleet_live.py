@@ -154,10 +154,9 @@ def test_a_push_reaches_both_engines_and_a_damaged_one_leaves_them_paused(settin
 
 def test_engines_that_die_are_named_and_leave_no_process(setting: Setting) -> None:
     """Last: the fleet does not survive it."""
-    servers = {
-        p.pid: p for p in psutil.Process().children(recursive=True) if "megatron_rl.rollout.launch" in p.cmdline()
-    }
-    assert len(servers) == ENGINES
+    launched = [p for p in psutil.Process().children(recursive=True) if "megatron_rl.rollout.launch" in p.cmdline()]
+    servers = {p.pid: p for p in launched if p.parent() not in launched}
+    assert len(servers) == ENGINES and len(launched) == 2 * ENGINES  # each with the process that waits for its end
     schedulers = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("sglang::")]
     first, second = sorted(servers)
     threading.Timer(0.5, lambda: os.kill(first, signal.SIGKILL)).start()
@@ -170,5 +169,5 @@ def test_engines_that_die_are_named_and_leave_no_process(setting: Setting) -> No
     os.kill(actor, signal.SIGKILL)
     with pytest.raises(BackendError, match=r"engine-\d died"):
         setting.fleet.pause()
-    _, alive = psutil.wait_procs([*servers.values(), *schedulers], timeout=10)
+    _, alive = psutil.wait_procs([*launched, *schedulers], timeout=10)
     assert alive == []

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 import megatron_rl.trainer.worker  # noqa: F401 # imported before forking: once, not once a rank
 
 
@@ -53,6 +55,7 @@ def _fork(function: Callable[..., Any], rank: int, args: Sequence[Any]) -> tuple
     if pid:
         os.close(write)
         return pid, read
+    torch.set_num_threads(1)  # OpenMP's threads were not forked: the first sum over them would wait for ever
     try:
         answer = (True, function(rank, *args))
     except BaseException as error:  # noqa: BLE001 # carried to the test

@@ -1,4 +1,4 @@
-"""DeepSeek's FP8 checkpoints: e4m3 weights with one float32 scale for each block of 128 x 128 elements.
+"""DeepSeek's FP8 checkpoints: e4m3 weights with one scale for each block of 128 x 128 elements.
 
 Source of the format: inference/kernel.py and fp8_cast_bf16.py of the DeepSeek-V3 repository: w = fp8 * scale_inv.
 Tensors are numpy byte arrays at the border: only quantising costs an import of torch.
@@ -19,6 +19,8 @@ from megatron_rl.models.family import HfConfig
 DTYPE, SCALE, BLOCK = "float8_e4m3fn", "_scale_inv", 128
 LARGEST = 448.0
 """Of e4m3."""
+SCALE_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+"""How numpy reads scales: DeepSeek's are float32, Qwen3's bfloat16 or float16."""
 CONFIG = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -57,17 +59,21 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def wrong_scale(tensor: Stored, scale: Stored) -> str | None:
     """What is wrong with the scales of a tensor."""
-    if len(tensor.shape) == 2 and (scale.shape, scale.dtype) == (scale_shape(tensor.shape), "float32"):
+    if len(tensor.shape) == 2 and scale.shape == scale_shape(tensor.shape) and scale.dtype in SCALE_TYPES:
         return None
     return (
         f"{scale.name} is {list(scale.shape)} {scale.dtype}, {list(tensor.shape)} in blocks of {BLOCK} take "
-        f"{list(scale_shape(tensor.shape))} float32: it is another tensor's. Take it from the original checkpoint."
+        f"{list(scale_shape(tensor.shape))} of {', '.join(SCALE_TYPES)}: it is another tensor's. Take it from the "
+        "original checkpoint."
     )
 
 
 def read_scale(directory: Path, scale: Stored) -> np.ndarray:
     """float32, of the whole tensor."""
-    return np.fromfile(directory / scale.file, np.float32, prod(scale.shape), offset=scale.at).reshape(scale.shape)
+    found = np.fromfile(directory / scale.file, SCALE_TYPES[scale.dtype], prod(scale.shape), offset=scale.at)
+    if scale.dtype == "bfloat16":
+        found = (found.astype(np.uint32) << 16).view(np.float32)
+    return found.astype(np.float32).reshape(scale.shape)
 
 
 def dequantize(data: np.ndarray, scale: np.ndarray, *, first_row: int, columns: int) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ from megatron_rl.convert.importing import import_checkpoint
 from megatron_rl.convert.verifying import verify_checkpoint
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.formats import manifest, torch_dist
+from megatron_rl.formats.hf_files import Stored, read_checkpoint
 from megatron_rl.models import load_table
 from megatron_rl.trainer import state
 from tests.trainer.ranks import run_ranks
@@ -235,6 +236,16 @@ def test_fp8_is_for_the_linears_of_attention_and_experts() -> None:
     assert [name for name in yes + no if fp8.is_quantized(f"{layer}{name}.weight", (8, 8))] == yes
     assert not any(fp8.is_quantized(f"{name}.weight", (8, 8)) for name in ("lm_head", "model.embed_tokens"))
     assert not fp8.is_quantized(f"{layer}self_attn.q_proj.bias", (8,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scales_are_read_in_the_dtypes_that_are_published(dtype: torch.dtype, tmp_path: Path) -> None:
+    scale = torch.linspace(1e-4, 3e-4, 6).reshape(2, 3).to(dtype)
+    save_file({"w_scale_inv": scale}, tmp_path / "model.safetensors")
+    stored = read_checkpoint(tmp_path)["w_scale_inv"]
+
+    assert fp8.wrong_scale(Stored("w", (130, 300), fp8.DTYPE, "", 0, 0), stored) is None
+    assert torch.equal(torch.from_numpy(fp8.read_scale(tmp_path, stored)), scale.float())
 
 
 def test_every_fp8_value_is_read_as_torch_reads_it() -> None:

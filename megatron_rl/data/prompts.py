@@ -111,16 +111,25 @@ def load_prompts(
 def load_tokenizer(directory: Path | str) -> Any:
     """The transformers tokenizer of a checkpoint directory."""
     from transformers import AutoTokenizer  # seconds to import
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     if not Path(directory).is_dir():
         raise ConfigError(f"{directory} is not a directory: no tokenizer can be read. Set model.path to a checkpoint.")
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        has_file = (Path(directory) / "tokenizer.json").exists()
+        code = None if has_file else get_tokenizer_config(str(directory), local_files_only=True).get("auto_map")
+        if not code:
+            return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"No tokenizer can be loaded from {directory}: {str(error).splitlines()[0]} "
             "Put tokenizer.json and tokenizer_config.json beside the weights."
         ) from error
+    # transformers would make one of the vocabulary beside it for some model types, and split text otherwise.
+    raise ConfigError(
+        f"The tokenizer in {directory} is code ({code}), which is not run here. Put a tokenizer.json beside the "
+        "weights, and take auto_map out of tokenizer_config.json."
+    )
 
 
 def split(

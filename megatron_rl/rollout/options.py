@@ -39,6 +39,7 @@ UNSUPPORTED = {
     "attn_cp_size": _NO_TABLE,
     "moe_dp_size": _NO_TABLE,
     "dwdp_size": _NO_TABLE,
+    "moe_runner_backend": "some of them keep the experts' rows in another order, which the layout tables do not say",
     "moe_a2a_backend": "it keeps the shared experts whole on every rank, which the layout tables do not say",
     "enable_eplb": "it moves experts between ranks, which the layout tables do not say",
     "quantization": "the trainer's weights replace the engine's as they are, in rollout.dtype",
@@ -140,8 +141,8 @@ def command(settings: ServerSettings, *, port: int) -> list[str]:
         "log-level": "info",
         "log-level-http": "warning",
     }
-    if settings.device == "cpu":
-        flags |= CPU_FLAGS
+    # Left to itself, SGLang may take kernels that want up before gate, in tensors of the same shapes.
+    flags |= CPU_FLAGS if settings.device == "cpu" else {"moe-runner-backend": "triton"}
     flags |= {key.replace("_", "-"): value for key, value in settings.sglang.items()}
     return [word for name, value in flags.items() for word in _words(name, value)]
 

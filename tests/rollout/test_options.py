@@ -42,6 +42,7 @@ def test_an_option_that_weight_sync_needs_is_refused() -> None:
         ("pipeline-parallel-size", "cut by rollout.tp, ep and dp_attention only"),
         ("dp", "raise rollout.engines"),
         ("quantization", "replace the engine's as they are"),
+        ("moe_runner_backend", "rows in another order"),
     ],
 )
 def test_what_a_weight_update_would_fail_with_is_refused_with_the_reason(option: str, reason: str) -> None:
@@ -60,6 +61,11 @@ def test_true_is_a_bare_flag_false_is_absent_and_a_list_is_many_words() -> None:
 
     assert words[-4:] == ["--enable-metrics", "--cuda-graph-bs", "1", "2"]
     assert "--log-requests" not in words
+
+
+def test_a_gpu_runs_experts_by_the_kernels_whose_layout_the_tables_have() -> None:
+    assert "--moe-runner-backend triton" in " ".join(command(settings(device="cuda"), port=5))
+    assert "--moe-runner-backend" not in command(settings(device="cpu"), port=5)
 
 
 def test_cpu_flags_are_given_only_without_a_gpu() -> None:

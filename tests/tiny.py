@@ -4,7 +4,11 @@ They can be cut by tp, ep and etp 2 (and 4 for all but Qwen's 2 key-value heads)
 without a GPU at tp 1, 2 and 4, and have a vocabulary that both sides have to pad.
 """
 
+import json
+from pathlib import Path
 from typing import Any
+
+from megatron_rl.convert.fp8 import without_quantization
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;=+-*/()<>[]_'\"?!\n"
 
@@ -39,7 +43,6 @@ TINY: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 1024,
         "rope_theta": 10000.0,
-        # SGLang without a GPU runs DeepSeek-V3 only with yarn.
         "rope_scaling": {
             "type": "yarn",
             "factor": 4.0,
@@ -230,170 +233,16 @@ TINY["moonlight"] = TINY["deepseek_v3"] | {
     "rope_scaling": None,
     "rope_theta": 50000.0,
 }
+TINY["kimi_k2"] = TINY["moonlight"] | {
+    "q_lora_rank": 52,
+    "routed_scaling_factor": 2.827,
+    "rope_scaling": TINY["deepseek_v3"]["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0, "mscale_all_dim": 1.0},
+}
 GRID = ("deepseek_v3", "qwen3_moe")
 """Families that tests run over every layout and every server; the others, where they differ from these."""
 
-FULL_SIZE: dict[str, dict[str, Any]] = {
-    "moonlight": TINY["moonlight"]
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 11264,
-        "moe_intermediate_size": 1408,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 64,
-        "num_experts_per_tok": 6,
-        "rope_scaling": None,
-        "vocab_size": 163840,
-    },
-    "mixtral_8x22b": TINY["mixtral"]
-    | {
-        "hidden_size": 6144,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 56,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 65536,
-        "vocab_size": 32000,
-    },
-    "deepseek_v3": TINY["deepseek_v3"]
-    | {
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "first_k_dense_replace": 3,
-        "num_attention_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "vocab_size": 129280,
-    },
-    "qwen2_57b_a14b": TINY["qwen2_moe"]
-    | {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "moe_intermediate_size": 2560,
-        "shared_expert_intermediate_size": 20480,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151936,
-    },
-    "qwen3_moe": TINY["qwen3_moe"]
-    | {
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151936,
-    },
-    "llama3_1_8b": TINY["llama"]
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_scaling": TINY["llama"]["rope_scaling"] | {"original_max_position_embeddings": 8192},
-        "vocab_size": 128256,
-    },
-    "llama3_2_1b": TINY["llama"]
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rope_scaling": TINY["llama"]["rope_scaling"] | {"factor": 32.0, "original_max_position_embeddings": 8192},
-        "tie_word_embeddings": True,
-        "vocab_size": 128256,
-    },
-    "qwen2_5_7b": TINY["qwen2"]
-    | {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-        "tie_word_embeddings": False,
-        "vocab_size": 152064,
-    },
-    "qwen3_8b": TINY["qwen3"]
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_scaling": None,
-        "vocab_size": 151936,
-    },
-    "qwen3_0_6b": TINY["qwen3_tied"]
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "vocab_size": 151936,
-    },
+PUBLISHED: dict[str, dict[str, Any]] = {
+    path.stem: without_quantization(json.loads(path.read_text()))
+    for path in sorted((Path(__file__).parent / "published").glob("*.json"))
 }
-FULL_SIZE["glm4_5"] = TINY["glm4_moe"] | {
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 92,
-    "first_k_dense_replace": 3,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "n_routed_experts": 160,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151552,
-}
-FULL_SIZE["qwen3_235b_a22b"] = FULL_SIZE["qwen3_moe"] | {
-    "hidden_size": 4096,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-}
-FULL_SIZE["kimi_k2"] = FULL_SIZE["deepseek_v3"] | {
-    "num_nextn_predict_layers": 0,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 64,
-    "n_routed_experts": 384,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 2.827,
-    "vocab_size": 163840,
-}
-"""Published configs, as far as tables read them: for tests that only count."""
+"""config.json of published models, every key of the architecture."""

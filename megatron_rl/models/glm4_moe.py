@@ -31,8 +31,6 @@ def architecture(hf: HfConfig) -> Architecture:
         "kv_channels": head_dim(hf),
         "qk_layernorm": _is_set(hf, "use_qk_norm"),
         "add_qkv_bias": _is_set(hf, "attention_bias"),
-        # As in SGLang and transformers: in bfloat16 they would choose other experts.
-        "moe_router_dtype": "fp32",
     }
     return Architecture(
         mla=False,

@@ -67,6 +67,8 @@ def megatron(hf: HfConfig) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": read(hf, "moe_intermediate_size") * read(hf, "n_shared_experts"),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
+        # As in transformers, and in SGLang on a GPU: in bfloat16 it would choose other experts.
+        "moe_router_dtype": "fp32",
         "mtp_num_layers": extra or None,
         **_groups(hf),
     }

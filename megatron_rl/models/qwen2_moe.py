@@ -22,6 +22,7 @@ SUPPORTED: dict[str, Any] = {
     # SGLang has experts in every layer, whatever these say.
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "dual_chunk_attention_config": None,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "use_sliding_window": False,

@@ -19,6 +19,7 @@ from megatron_rl.models.rows import decoder, embedding, grouped_attention, head,
 SUPPORTED: dict[str, Any] = {
     "attention_bias": False,
     "decoder_sparse_step": 1,
+    "dual_chunk_attention_config": None,
     "hidden_act": "silu",
     "mlp_only_layers": [],
     "tie_word_embeddings": False,

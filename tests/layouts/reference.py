@@ -15,7 +15,7 @@ EXPERTS = {"mixtral": ("block_sparse_moe.", ("w1", "w3", "w2"))}
 """Prefix of a layer's router and experts, and the experts' names of gate, up and down, where they are not the usual."""
 PLAIN_TP = ("llama", "mixtral", "qwen2")
 """model_type of families whose class in SGLang knows no data-parallel attention."""
-WHOLE_DENSE = ("deepseek_v3", "glm4_moe", "kimi_k2")
+WHOLE_DENSE = ("deepseek_v3", "glm4_moe")
 """Those whose dense layers moe_dense_tp makes whole."""
 USUAL = ("mlp.", ("gate_proj", "up_proj", "down_proj"))
 

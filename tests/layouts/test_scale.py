@@ -12,13 +12,13 @@ from megatron_rl.layouts.compile import megatron_layouts, sglang_layouts
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
-from tests.tiny import FULL_SIZE
+from tests.tiny import PUBLISHED
 
 TRAINERS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"ep": 64, "pipeline_layout": "Ettt|(t*4|)*14,ttmL"},
     "kimi_k2": {"ep": 64, "pipeline_layout": "Ettt|(t*4|)*14,ttL"},
     "qwen3_235b_a22b": {"ep": 64, "first_stage_layers": 5, "last_stage_layers": 5},
-    "qwen3_moe": {"ep": 64},
+    "qwen3_30b_a3b": {"ep": 64},
     "glm4_5": {"ep": 32, "pipeline_layout": "E,t*5|(t*6|)*14,t*3,mL"},  # 160 experts are not shared out over 64
     "mixtral_8x22b": {"ep": 8, "pipeline_layout": "Et*3|(t*4|)*8(t*3|)*6,t*3L"},
 }
@@ -43,12 +43,12 @@ def measured(compile_rank: Callable[[], tuple[TensorLayout, ...]]) -> tuple[tupl
 
 @pytest.mark.parametrize("name", sorted(TRAINERS))
 def test_one_rank_of_a_large_trainer_compiles_in_no_time(name: str) -> None:
-    table = load_table(FULL_SIZE[name])
+    table = load_table(PUBLISHED[name])
     sizes = {"tp": 8, "pp": 16, "mtp_layers": table.mtp_layers, **TRAINERS[name]}
     for rank in (0, 500, 1023):
         layouts, seconds, peak_mb = measured(
             lambda rank=rank: megatron_layouts(
-                load_table(FULL_SIZE[name]), MegatronTopology(1024, table.num_layers, **sizes), rank, dtype="bfloat16"
+                load_table(PUBLISHED[name]), MegatronTopology(1024, table.num_layers, **sizes), rank, dtype="bfloat16"
             )
         )
         boxes = sum(len(layout.boxes) for layout in layouts)
@@ -59,7 +59,7 @@ def test_one_rank_of_a_large_trainer_compiles_in_no_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ENGINES))
 def test_one_rank_of_a_large_engine_compiles_in_no_time(name: str) -> None:
-    hf, topology = FULL_SIZE[name], SglangTopology(**ENGINES[name])
+    hf, topology = PUBLISHED[name], SglangTopology(**ENGINES[name])
     for rank in (0, topology.world_size - 1):
         layouts, seconds, peak_mb = measured(
             lambda rank=rank: sglang_layouts(load_table(hf), topology, rank, dtype="bfloat16")
@@ -71,7 +71,7 @@ def test_one_rank_of_a_large_engine_compiles_in_no_time(name: str) -> None:
 
 
 def test_counts_of_deepseek_v3_by_hand() -> None:
-    table = load_table(FULL_SIZE["deepseek_v3"])
+    table = load_table(PUBLISHED["deepseek_v3"])
     layouts = sglang_layouts(table, SglangTopology(tp=32, ep=32), 5, dtype="bfloat16")
     # Embedding, norm and head; 3 dense layers of 10 tensors; 58 with experts of 14.
     assert len(layouts) == 3 + 3 * 10 + 58 * 14

@@ -29,6 +29,7 @@ DP_ATTENTION = [
 WHOLE_DENSE_LAYERS = [{"tp": 2, "moe_dense_tp": 1}, {"tp": 4, "moe_dense_tp": 1, "dp_attention": 4, "dp_lm_head": True}]
 CUTS = {
     "deepseek_v3": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
+    "kimi_k2": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
     "llama": PLAIN,
     "moonlight": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],
     "glm4_moe": [*PLAIN, *EXPERTS, *DP_ATTENTION, *WHOLE_DENSE_LAYERS],

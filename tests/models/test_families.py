@@ -13,7 +13,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.layouts.compile import hf_layouts
 from megatron_rl.models import load_architecture, load_table
-from tests.tiny import FULL_SIZE, TINY
+from tests.tiny import PUBLISHED, TINY
 
 DEEPSEEK = {**TINY["deepseek_v3"], "vocab_size": 61}
 QWEN = {**TINY["qwen3_moe"], "vocab_size": 61}
@@ -32,27 +32,44 @@ def count(layouts: Iterable[TensorLayout]) -> int:
     [
         # GLM-4.5: 355 B in its report; with the copies that its prediction layer has on disk 358 B.
         ("glm4_5", 352_797_829_024 + 3_988_069_792),
+        ("glm4_5_air", 106_852_251_264 + 2_375_059_584),
         # Moonlight: 16 B; Kimi-K2: 1 T, which its report rounds to 1.04.
         ("kimi_k2", 1_026_408_232_448),
         ("mixtral_8x22b", 140_620_634_112),
+        ("mixtral_8x7b", 46_702_792_704),
         ("moonlight", 15_960_110_208),
+        ("qwen1_5_moe_a2_7b", 14_315_784_192),
         ("qwen2_57b_a14b", 57_408_658_944),
         ("qwen3_235b_a22b", 235_093_634_560),
-        ("qwen3_moe", 30_532_122_624),
+        ("qwen3_30b_a3b", 30_532_122_624),
         ("llama3_1_8b", 8_030_261_248),
         ("llama3_2_1b", 1_235_814_400),
+        ("qwen2_5_0_5b", 494_032_768),
         ("qwen2_5_7b", 7_615_616_512),
         ("qwen3_8b", 8_190_735_360),
         ("qwen3_0_6b", 596_049_920),
     ],
 )
 def test_a_published_model_has_the_parameters_of_its_report(model: str, parameters: int) -> None:
-    assert count(hf_layouts(load_table(FULL_SIZE[model]), dtype="bfloat16")) == parameters
-    assert load_architecture(FULL_SIZE[model]).vocab_size == FULL_SIZE[model]["vocab_size"]
+    assert count(hf_layouts(load_table(PUBLISHED[model]), dtype="bfloat16")) == parameters
+    assert load_architecture(PUBLISHED[model]).vocab_size == PUBLISHED[model]["vocab_size"]
+
+
+@pytest.mark.parametrize("model", sorted(PUBLISHED))
+def test_a_published_config_reads_the_same_once_transformers_has_written_it(model: str) -> None:
+    import transformers
+
+    hf = copy.deepcopy(PUBLISHED[model])
+    if hf["model_type"] == "kimi_k2":  # its own code's name for DeepSeek-V3
+        hf["model_type"] = "deepseek_v3"
+    written = transformers.AutoConfig.for_model(**hf).to_dict()
+    assert "rope_parameters" in written and "rope_theta" not in written
+    assert load_architecture(written) == load_architecture(PUBLISHED[model])
+    assert load_table(written) == load_table(PUBLISHED[model])
 
 
 def test_deepseek_v3_has_671_billion_parameters_and_13_for_multi_token_prediction() -> None:
-    table = load_table(FULL_SIZE["deepseek_v3"])
+    table = load_table(PUBLISHED["deepseek_v3"])
     both = hf_layouts(table, dtype="bfloat16")
     with_copies = hf_layouts(table, dtype="bfloat16", aliases=table.aliases)
     main = [layout for layout in both if not layout.name.startswith("model.layers.61.")]
@@ -110,6 +127,7 @@ def test_deepseek_v3_in_megatrons_words() -> None:
         "original_max_position_embeddings": 256,
         "mscale": 1.0,
         "mscale_all_dim": 0.75,
+        "moe_router_dtype": "fp32",
     }
     assert {name: model.megatron[name] for name in wanted} == wanted
 
@@ -178,6 +196,7 @@ def test_probabilities_that_are_not_renormalized_take_softmax_first() -> None:
         ({**DEEPSEEK, "quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\).*Convert it first"),
         ({**QWEN, "tie_word_embeddings": True}, r"tie_word_embeddings=True; for Qwen3MoeForCausalLM only False"),
         ({**QWEN, "mlp_only_layers": [2]}, r"mlp_only_layers=\[2\]"),
+        ({**QWEN, "dual_chunk_attention_config": {"chunk_size": 8}}, r"dual_chunk_attention_config=.* only None"),
         ({key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"}, r"has no 'q_lora_rank'"),
         ({**LLAMA, "attention_bias": True}, r"attention_bias=True; for LlamaForCausalLM only False"),
         ({**LLAMA, "mlp_bias": True}, r"mlp_bias=True"),

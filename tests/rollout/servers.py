@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from megatron_rl.models.random_checkpoint import write_random_checkpoint
 from megatron_rl.rollout.options import ServerSettings
 from megatron_rl.rollout.server import Request, Server
@@ -40,6 +43,29 @@ def running(path: Path, **settings: Any) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+def assert_greedy_text_is_that_of_transformers(server: Server, path: Path) -> None:
+    """Its tokens and their log-probabilities, of a server that has loaded the checkpoint at `path`."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    # The longer prompts reach beyond the positions that the scaled models of tests/tiny.py know without scaling.
+    prompts = tuple(tuple(3 + (7 * i + 11 * j) % 50 for j in range(length)) for i, length in enumerate((4, 40, 90)))
+
+    rollouts, _ = server.generate(Request(prompts, 1, (0,) * len(prompts), max_tokens=16, temperature=0.0))
+
+    lengths = []
+    for row, prompt in enumerate(prompts):
+        tokens, logprobs, length = rollouts.row(row)
+        with torch.no_grad():
+            wanted = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0]
+            logits = model(wanted[None]).logits[0]
+        assert tokens.tolist() == wanted.tolist()
+        log_softmax = logits.log_softmax(-1)[torch.arange(length - 1, len(wanted) - 1), wanted[length:]]
+        np.testing.assert_allclose(logprobs[length:], log_softmax, rtol=0, atol=1e-5)  # float32 through four layers
+        lengths.append(len(wanted) - length)
+    assert max(lengths) == 16
 
 
 def greedy_text(server: Server) -> list[int]:

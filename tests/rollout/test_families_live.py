@@ -4,14 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.rollout.server import Request
 from tests.rollout.conftest import Engines
-from tests.rollout.servers import checkpoint, running
+from tests.rollout.servers import assert_greedy_text_is_that_of_transformers, checkpoint, running
 from tests.rollout.test_sync_live import push_both, state_of
 from tests.trainer.ranks import run_ranks
 
@@ -20,6 +18,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 TP2 = {"tp": 2, "sp": True}
 FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "glm4_moe": (1, {"pp": 2}),
+    "kimi_k2": (1, {"ep": 2}),
     "llama": (1, TP2),
     "mixtral": (2, {"ep": 2}),
     "moonlight": (1, {**TP2, "ep": 2}),
@@ -28,9 +27,6 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3": (1, TP2),
 }
 """Family -> (ranks of its server, layout of the two trainer ranks that push into it)."""
-PROMPTS = tuple(tuple(3 + (7 * i + 11 * j) % 50 for j in range(length)) for i, length in enumerate((4, 40, 90)))
-"""The longer ones reach beyond the positions that the scaled models of tests/tiny.py know without scaling."""
-TOKENS = 16
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +41,8 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("engine", FAMILIES, indirect=True)
 def test_greedy_text_is_that_of_transformers(engine: Engines) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(engine.path, dtype=torch.float32)
     (server,) = engine.servers.values()
-
-    rollouts, _ = server.generate(Request(PROMPTS, 1, (0,) * len(PROMPTS), max_tokens=TOKENS, temperature=0.0))
-
-    lengths = []
-    for row, prompt in enumerate(PROMPTS):
-        tokens, logprobs, length = rollouts.row(row)
-        with torch.no_grad():
-            wanted = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)[0]
-            logits = model(wanted[None]).logits[0]
-        assert tokens.tolist() == wanted.tolist()
-        log_softmax = logits.log_softmax(-1)[torch.arange(length - 1, len(wanted) - 1), wanted[length:]]
-        np.testing.assert_allclose(logprobs[length:], log_softmax, rtol=0, atol=1e-5)  # float32 through four layers
-        lengths.append(len(wanted) - length)
-    assert max(lengths) == TOKENS
+    assert_greedy_text_is_that_of_transformers(server, engine.path)
 
 
 @pytest.mark.parametrize("engine", FAMILIES, indirect=True)

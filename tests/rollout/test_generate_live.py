@@ -6,7 +6,7 @@ import torch
 
 from megatron_rl.rollout.server import Request
 from tests.rollout.conftest import Engines
-from tests.rollout.servers import END
+from tests.rollout.servers import END, assert_greedy_text_is_that_of_transformers
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
@@ -16,6 +16,11 @@ PROMPTS = tuple(tuple(3 + (7 * i + 11 * j) % 50 for j in range(2 + 3 * i)) for i
 def request(*, seed: int = 0, temperature: float = 1.0, max_tokens: int = 24, samples: int = 4) -> Request:
     seeds = tuple(seed + i for i in range(len(PROMPTS) * samples))
     return Request(PROMPTS, samples, seeds, max_tokens=max_tokens, temperature=temperature)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_greedy_text_is_that_of_transformers(engines: Engines, tp: int) -> None:
+    assert_greedy_text_is_that_of_transformers(engines.servers[tp], engines.path)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

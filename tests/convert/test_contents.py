@@ -17,7 +17,6 @@ from megatron_rl.convert.importing import import_checkpoint
 from megatron_rl.convert.verifying import verify_checkpoint
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.formats import manifest, torch_dist
-from megatron_rl.formats.hf_files import Stored, read_checkpoint
 from megatron_rl.models import load_table
 from megatron_rl.trainer import state
 from tests.trainer.ranks import run_ranks
@@ -224,36 +223,3 @@ def test_the_manifest_says_what_each_tensor_hashes_to(tmp_path: Path) -> None:
             data = f.get_tensor(name).view(torch.uint8).numpy()
             assert entry.xxh3 == xxhash.xxh3_128(np.ascontiguousarray(data)).hexdigest(), name
     assert set(written.files) == {p.name for p in (tmp_path / "megatron").iterdir()} - {"manifest.json"}
-
-
-def test_fp8_is_for_the_linears_of_attention_and_experts() -> None:
-    """As in DeepSeek-V3's model.safetensors.index.json: those and no others have a weight_scale_inv."""
-    layer = "model.layers.3."
-    yes = ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.o_proj", "mlp.down_proj"]
-    yes += ["mlp.experts.7.gate_proj", "mlp.shared_experts.up_proj", "block_sparse_moe.experts.0.w2"]
-    no = ["input_layernorm", "mlp.gate", "mlp.shared_expert_gate", "eh_proj", "embed_tokens", "shared_head.head"]
-
-    assert [name for name in yes + no if fp8.is_quantized(f"{layer}{name}.weight", (8, 8))] == yes
-    assert not any(fp8.is_quantized(f"{name}.weight", (8, 8)) for name in ("lm_head", "model.embed_tokens"))
-    assert not fp8.is_quantized(f"{layer}self_attn.q_proj.bias", (8,))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_scales_are_read_in_the_dtypes_that_are_published(dtype: torch.dtype, tmp_path: Path) -> None:
-    scale = torch.linspace(1e-4, 3e-4, 6).reshape(2, 3).to(dtype)
-    save_file({"w_scale_inv": scale}, tmp_path / "model.safetensors")
-    stored = read_checkpoint(tmp_path)["w_scale_inv"]
-
-    assert fp8.wrong_scale(Stored("w", (130, 300), fp8.DTYPE, "", 0, 0), stored) is None
-    assert torch.equal(torch.from_numpy(fp8.read_scale(tmp_path, stored)), scale.float())
-
-
-def test_every_fp8_value_is_read_as_torch_reads_it() -> None:
-    codes = torch.arange(256, dtype=torch.uint8)
-    scale = np.array([[1.37]], np.float32)
-
-    (found,) = fp8.dequantize(codes.numpy(), scale, first_row=0, columns=16)
-
-    expected = (codes.view(torch.float8_e4m3fn).float() * 1.37).bfloat16()
-    same = torch.frombuffer(bytearray(found), dtype=torch.bfloat16)
-    assert torch.equal(same.isnan(), expected.isnan()) and torch.equal(same.nan_to_num(), expected.nan_to_num())

@@ -21,6 +21,11 @@ def partial_of(out: Path) -> Path:
 
 def refuse_full(out: Path) -> None:
     """Raises: ConfigError unless `out` can be made."""
+    if out.is_symlink() or out.is_mount():
+        raise ConfigError(
+            f"{out} is a link or where a disk is mounted: what is whole appears by one rename, which cannot take the "
+            "place of that. Choose a directory below it as --out."
+        )
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty: what is there would be lost. Choose another --out.")
     if not out.absolute().parent.is_dir():

@@ -74,17 +74,14 @@ def read_checkpoint(directory: Path) -> dict[str, Stored]:
     places = _index(directory)
     if places is None:
         return {tensor.name: tensor for tensor in read_header(directory / SINGLE)}
-    tensors: dict[str, Stored] = {}
-    for file in sorted(set(places.values())):
-        tensors |= {tensor.name: tensor for tensor in read_header(directory / file)}
-    wrong = [n for n in places if n not in tensors] + [n for n in tensors if n not in places]
-    wrong += [n for n in places if n in tensors and tensors[n].file != places[n]]
-    if wrong:
+    tensors = [tensor for file in sorted(set(places.values())) for tensor in read_header(directory / file)]
+    # A tensor that two files hold is wrong in one of them.
+    if wrong := sorted({name for name, _ in places.items() ^ {(tensor.name, tensor.file) for tensor in tensors}}):
         raise DataError(
             f"{directory / INDEX} and the files disagree about {len(wrong)} tensors ({', '.join(wrong[:10])}): "
             "they are of two downloads. Download the checkpoint again."
         )
-    return tensors
+    return {tensor.name: tensor for tensor in tensors}
 
 
 def files_of(directory: Path) -> dict[str, Path]:
@@ -108,21 +105,22 @@ def _index(directory: Path) -> dict[str, str] | None:
             )
         return None
     try:
-        places = json.loads((directory / INDEX).read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        found = json.loads((directory / INDEX).read_text())["weight_map"]
+        places = {name: str(file) for name, file in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{directory / INDEX} is no index of weights ({error}). Download it again.") from error
     for file in set(places.values()):
         if not (directory / file).exists():
             raise DataError(
                 f"{directory / file} is missing, though {directory / INDEX} names it. Download the checkpoint again."
             )
-    return dict(places)
+    return places
 
 
 def read_header(path: Path) -> list[Stored]:
     """The tensors of a file, in the order of their bytes.
 
-    Raises: DataError when it is truncated or not in safetensors format.
+    Raises: DataError when it is truncated, not in safetensors format, or its tensors do not follow one another.
     """
     size = path.stat().st_size
     with open(path, "rb") as f:
@@ -137,8 +135,15 @@ def read_header(path: Path) -> list[Stored]:
             f"{path} is not in safetensors format: its first bytes are no header of tensors. Download it again, or "
             "save the weights with safetensors."
         ) from error
-    tensors.sort(key=lambda tensor: tensor.at)
-    end = max((t.at + t.nbytes for t in tensors), default=8 + length)
+    tensors.sort(key=lambda tensor: (tensor.at, tensor.nbytes))
+    end = 8 + length
+    for tensor in tensors:
+        if tensor.at != end:
+            raise DataError(
+                f"{path} has {tensor.name} at byte {tensor.at}, what is before it ends at {end}: its tensors overlap "
+                "or leave gaps, and one of them is not what it was. Download it again."
+            )
+        end += tensor.nbytes
     if end != size:
         raise DataError(
             f"{path} has {size} bytes, its header promises {end}: it was "

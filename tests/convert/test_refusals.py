@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rl.convert.exporting import export_checkpoint
 from megatron_rl.convert.importing import import_checkpoint
+from megatron_rl.convert.source import fingerprint, read_source
 from megatron_rl.convert.unfinished import check_space, own, partial_of
 from megatron_rl.convert.verifying import verify_checkpoint
 from megatron_rl.errors import BackendError, ConfigError, DataError
@@ -63,6 +64,9 @@ def test_many_missing_tensors_are_all_listed_in_a_file(hf: Path) -> None:
     # gate, up and down of three layers and of the multi-token prediction layer
     refused(hf, DataError, r"lacks 12 tensors .*; and 2 more, all of them listed in .*out\.refused\.txt\. Use")
     assert len(hf.with_name("out.refused.txt").read_text().splitlines()) == 12
+    hf.with_name("out.refused.txt").unlink()
+    hf.with_name("out.refused.txt").mkdir()  # as where nobody may write
+    refused(hf, DataError, r"does not: (missing: [\w.]+experts\.3\.\w+\.weight(; )?){12}\. Use the config\.json that")
 
 
 def test_a_config_with_fewer_layers_than_the_weights(hf: Path) -> None:
@@ -97,6 +101,32 @@ def test_an_index_that_is_of_another_download(hf: Path) -> None:
     (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
     refused(hf, DataError, r"index\.json and the files disagree about 1 tensors \(model\.norm\.weight\)")
+
+
+def test_an_index_of_what_is_not_there(hf: Path) -> None:
+    index = hf / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {NORM: "model-2.safetensors"}}))
+    refused(hf, DataError, r"model-2\.safetensors is missing, though .*index\.json names it\. Download")
+    index.write_text(json.dumps({"weight_map": [NORM]}))
+    refused(hf, DataError, r"index\.json is no index of weights .*Download it again")
+
+
+def test_a_tensor_in_two_files(hf: Path) -> None:
+    names = list(load_file(hf / "model.safetensors"))
+    places = {**dict.fromkeys(names, "model.safetensors"), "other": "a.safetensors"}
+    save_file({NORM: torch.zeros(48), "other": torch.zeros(1)}, hf / "a.safetensors")
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+    refused(hf, DataError, r"index\.json and the files disagree about 1 tensors \(model\.norm\.weight\)")
+
+
+def test_tensors_that_overlap(hf: Path) -> None:
+    places = {"a": [0, 8], "b": [4, 12], "c": [12, 16]}
+    header = {n: {"dtype": "U8", "shape": [end - at], "data_offsets": [at, end]} for n, (at, end) in places.items()}
+    text = json.dumps(header).encode()
+    (hf / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+
+    refused(hf, DataError, r"has b at byte \d+, what is before it ends at \d+: its tensors overlap or leave gaps")
 
 
 def test_a_copy_that_is_none(hf: Path) -> None:
@@ -159,6 +189,10 @@ def test_an_out_directory_in_use(hf: Path, tmp_path: Path) -> None:
         import_checkpoint(hf, tmp_path / "out", processes=1)
     with pytest.raises(ConfigError, match=r"other\.partial is in the way, and nothing that this command left\. Remove"):
         import_checkpoint(hf, tmp_path / "other", processes=1)
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for out in (tmp_path / "link", Path("/")):
+        with pytest.raises(ConfigError, match=r"is a link or where a disk is mounted: .*Choose a directory below it"):
+            import_checkpoint(hf, out, processes=1)
     with pytest.raises(ConfigError, match=r"nowhere is no directory\. Make it"):
         import_checkpoint(hf, tmp_path / "nowhere" / "out", processes=1)
 
@@ -186,6 +220,12 @@ def test_a_source_that_changed_before_the_import_went_on(tmp_path: Path) -> None
         own(partial, {**begun, "source": "/other"}),
     ):
         pass
+
+
+def test_another_spelling_of_the_source_is_the_same_source(hf: Path, tmp_path: Path) -> None:
+    here, there = (read_source(directory, report=tmp_path / "report") for directory in (hf, hf / ".." / "hf"))
+
+    assert fingerprint(here, unit_bytes=7) == fingerprint(there, unit_bytes=7)
 
 
 def test_two_processes_at_once(tmp_path: Path) -> None:

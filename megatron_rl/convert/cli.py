@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,9 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BackendError as error:
         print(f"failed: {error}", file=sys.stderr)
         return REFUSED
+    except OSError as error:
+        print(f"failed: {error}. Mend that; the same command then goes on from here.", file=sys.stderr)
+        return REFUSED
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return INTERRUPTED
+    except Exception:  # Python ends with 1, which would say that checkpoints differ
+        traceback.print_exc()
+        return REFUSED
     print("\n".join(notes))
     return code
 

@@ -14,7 +14,7 @@ from megatron_rl.convert.reading import Checkpoint, Reader, Wanted, find_checkpo
 from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, refuse_full
 from megatron_rl.convert.workers import Child, batches, over_units
 from megatron_rl.errors import BackendError
-from megatron_rl.formats import hf_files
+from megatron_rl.formats import hf_files, manifest, torch_dist
 from megatron_rl.formats.hf_files import Stored
 
 UNIT_BYTES = 256_000_000
@@ -58,6 +58,9 @@ def export_checkpoint(directory: Path, out: Path, *, processes: int, quantize: b
     """
     refuse_full(out)
     checkpoint = find_checkpoint(directory)
+    if known := checkpoint.manifest:  # tensors are hashed while they are written
+        others = [name for name in known.files if not name.endswith(torch_dist.SUFFIX)]
+        manifest.check_files(checkpoint.weights, known, others)
     partial = partial_of(out)
     with Child() as child:
         tensors = child(wanted, checkpoint)
@@ -78,8 +81,8 @@ def export_checkpoint(directory: Path, out: Path, *, processes: int, quantize: b
         hashes: dict[str, str] = {}
         for unit in units:
             hashes |= json.loads(unit.record.read_text())
-        known = {} if checkpoint.manifest is None else checkpoint.manifest.tensors
-        differing = [name for name, entry in known.items() if hashes[name] != entry.xxh3]
+        entries = {} if known is None else known.tensors
+        differing = [name for name, entry in entries.items() if hashes[name] != entry.xxh3]
         if not differing:
             _to_disk(partial / WHOLE)
             _companions(checkpoint, partial / WHOLE, tensors, quantize=quantize)
@@ -95,7 +98,7 @@ def export_checkpoint(directory: Path, out: Path, *, processes: int, quantize: b
 def _fingerprint(checkpoint: Checkpoint, *, quantize: bool) -> dict[str, object]:
     stats = {name: os.stat(checkpoint.weights / name) for name in sorted(os.listdir(checkpoint.weights))}
     files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-    return {"source": str(checkpoint.weights.absolute()), "files": files, "fp8": quantize}
+    return {"source": os.path.abspath(checkpoint.weights), "files": files, "fp8": quantize}
 
 
 def _files(checkpoint: Checkpoint, tensors: Sequence[Wanted], *, quantize: bool) -> dict[str, list[New]]:

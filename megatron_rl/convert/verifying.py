@@ -12,7 +12,7 @@ from megatron_rl.convert.reading import Checkpoint, Reader, Wanted, find_checkpo
 from megatron_rl.convert.source import Source, read_source
 from megatron_rl.convert.workers import Child, batches, over_units
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.formats import manifest
+from megatron_rl.formats import manifest, torch_dist
 from megatron_rl.formats.hf_files import Stored
 from megatron_rl.formats.manifest import Manifest, TensorEntry
 
@@ -72,13 +72,12 @@ def _files(directory: Path, known: Manifest, *, processes: int) -> tuple[list[st
     found = over_units(
         _HashFile(directory), names, [known.files[n].nbytes for n in names], processes=processes, what="files"
     )
-    lines = []
+    lines = {}
     for name, entry in zip(names, found, strict=True):
         if entry != known.files[name]:
             what = "is missing" if entry is None else f"has {entry.nbytes} bytes, hash {entry.xxh3}"
-            lines.append(f"file {name} {what}; written: {known.files[name].nbytes} bytes, {known.files[name].xxh3}")
-    changed = {line.split()[1] for line in lines}
-    return lines, changed & {".metadata", "config.json"} | {n for n in changed if not (directory / n).exists()}
+            lines[name] = f"file {name} {what}; written: {known.files[name].nbytes} bytes, {known.files[name].xxh3}"
+    return [*lines.values()], lines.keys() & {torch_dist.METADATA, "config.json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,9 @@ def _checks(tensors: list[Wanted], known: Manifest | None, source: Source | None
             hf, scale = source.on_disk.get(tensor.name), source.scales.get(tensor.name)
             if hf is None:
                 absent.append(f"{tensor.name} is not in {source.directory}")
-            elif source.dtype(tensor.name) != tensor.dtype:
-                absent.append(f"{tensor.name} is {tensor.dtype}, in {source.directory} {source.dtype(tensor.name)}")
+            elif (theirs := (source.dtype(tensor.name), hf.shape)) != (tensor.dtype, tensor.shape):
+                words = [f"{dtype} {list(shape)}" for dtype, shape in ((tensor.dtype, tensor.shape), theirs)]
+                absent.append(f"{tensor.name} is {words[0]}, in {source.directory} {words[1]}")
                 hf = None
         checks.append(Check(tensor, entry, hf, scale))
     if source is not None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -50,10 +51,15 @@ class Manifest:
 
 def write(directory: Path, manifest: Manifest) -> None:
     """Write it; the directory's other files are whole."""
+    content = asdict(manifest)
     with open(directory / MANIFEST, "w") as f:
-        json.dump(asdict(manifest), f)
+        json.dump({**content, "xxh3": _hash(content)}, f)
         f.flush()
         os.fsync(f.fileno())
+
+
+def _hash(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
 
 def read(directory: Path) -> Manifest | None:
@@ -63,6 +69,8 @@ def read(directory: Path) -> Manifest | None:
         return None
     try:
         found = json.loads(path.read_text())
+        if found.pop("xxh3") != _hash(found):
+            raise ValueError("it hashes to something else than it says")
         return Manifest(
             tensors={n: TensorEntry(**{**e, "shape": tuple(e["shape"])}) for n, e in found["tensors"].items()},
             files={n: FileEntry(**e) for n, e in found["files"].items()},

@@ -87,7 +87,7 @@ def data_of(file: io.BufferedIOBase, item: Item, *, itemsize: int) -> int:
     """Where in `file` the elements of `item` begin, row by row. Raises: DataError when they are stored otherwise."""
     try:
         at, nbytes = _record(_View(file, item.at, item.nbytes), item.nbytes)
-    except (zipfile.BadZipFile, KeyError, OSError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, KeyError, ValueError, OSError) as error:
         raise DataError(
             f"{item.file} is damaged: {item.key} at {item.offset} is not what torch.save writes ({error}). Take the "
             "checkpoint from where it is whole, or import it again."

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.checks import check
 from megatron_rl.config import load_config
-from megatron_rl.convert.cli import main
+from megatron_rl.convert.cli import COMMANDS, main
 from megatron_rl.convert.workers import Meter, batches
 from megatron_rl.errors import ConfigError
 from tests.trainer.setup import write_checkpoint
@@ -29,8 +29,22 @@ def test_the_exit_code_says_done_different_or_refused(tmp_path: Path, capsys: py
     assert main(["verify", "--checkpoint", megatron, "--hf", hf]) == 0
     assert "equal: 135 tensors" in capsys.readouterr().out
     assert main(["verify", "--checkpoint", megatron, "--hf", other]) == 1
-    assert "lm_head.weight is bfloat16, in " in capsys.readouterr().out
+    assert "lm_head.weight is bfloat16 [" in capsys.readouterr().out
     assert main(["verify", "--checkpoint", hf]) == 2
+    assert "refused: " in capsys.readouterr().err
+
+
+def test_neither_a_disk_nor_a_bug_says_that_checkpoints_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = write_checkpoint(tmp_path / "hf", "qwen3_moe", dtype="bfloat16")
+    (tmp_path / "out.partial").touch()
+
+    assert main(["import", "--hf", hf, "--out", str(tmp_path / "out")]) == 2
+    assert re.fullmatch(r"failed: .*out\.partial'\. Mend that; the same command .*\n", capsys.readouterr().err)
+    monkeypatch.setitem(COMMANDS, "import", lambda asked: 1 // 0)
+    assert main(["import", "--hf", hf, "--out", str(tmp_path / "out")]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_a_converted_checkpoint_starts_what_it_can(tmp_path: Path) -> None:

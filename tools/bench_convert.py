@@ -159,10 +159,12 @@ def kill_and_resume(source: Path, out: Path) -> tuple[int, int, int]:
     process.wait()
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         time.sleep(0.01)
-    done = {json.loads(path.read_text())["items"][0]["file"] for path in partial.glob("unit-*.json")}
     redone = sum(path.stat().st_size for path in partial.glob("*.tmp"))
-    redone += sum(p.stat().st_size for p in (partial / "whole").glob("*.distcp") if p.name not in done)
+    written = {path.name: path.stat() for path in (partial / "whole").glob("*.distcp")}
     convert(*words)
+    for name, before in written.items():
+        after = (out / name).stat()
+        redone += before.st_size if (after.st_ino, after.st_mtime_ns) != (before.st_ino, before.st_mtime_ns) else 0
     sizes = [p.stat().st_size for p in out.glob("*.distcp")]
     return redone, max(sizes), sum(sizes)
 

@@ -38,6 +38,11 @@ def without_quantization(config: HfConfig) -> HfConfig:
     found = config.get("quantization_config")
     if not found:
         return config
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"config.json has quantization_config={found!r}, which is no object: how the weights are quantized is "
+            "unknown. Copy it from the original checkpoint."
+        )
     method, size = found.get("quant_method"), found.get("weight_block_size")
     if method != "fp8" or size != [BLOCK, BLOCK] or found.get("fmt", "e4m3") != "e4m3":
         raise ConfigError(

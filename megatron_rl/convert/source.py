@@ -172,7 +172,7 @@ def write_config(source: Source, directory: Path) -> None:
 
 def check_architecture(config: HfConfig) -> None:
     """Raises: ConfigError when config.json does not name what it describes."""
-    if not config.get("architectures"):
+    if not (isinstance(names := config.get("architectures"), list) and names):
         raise ConfigError(
             "config.json names no architecture: nothing says how its tensors are to be read. Add "
             '"architectures": ["..."] as in the original checkpoint.'

@@ -112,7 +112,7 @@ def head_dim(hf: HfConfig) -> int:
     if hf.get("head_dim") is not None:
         return int(read(hf, "head_dim"))
     hidden, heads = read(hf, "hidden_size"), read(hf, "num_attention_heads")
-    if hidden % heads:
+    if not heads or hidden % heads:
         raise ConfigError(
             f"config.json has no head_dim, and hidden_size={hidden} is no multiple of num_attention_heads={heads}: "
             "the size of a head is unknown. Add head_dim."

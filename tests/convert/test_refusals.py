@@ -156,12 +156,16 @@ def test_a_config_without_architecture(hf: Path) -> None:
     edit_config(hf, architectures=None)
 
     refused(hf, ConfigError, r"names no architecture: nothing says how its tensors are to be read\. Add")
+    edit_config(hf, architectures={"model": "DeepseekV3ForCausalLM"})
+    refused(hf, ConfigError, r"names no architecture")
 
 
 def test_another_quantization(hf: Path) -> None:
     edit_config(hf, quantization_config={"quant_method": "awq", "bits": 4})
 
     refused(hf, ConfigError, r"quantized \(awq.*only FP8 e4m3 with blocks of 128 x 128 can be read\. Use the bfloat16")
+    edit_config(hf, quantization_config="fp8")
+    refused(hf, ConfigError, r"quantization_config='fp8', which is no object: .*Copy it from the original")
 
 
 def test_fp8_without_its_scales(hf: Path) -> None:

@@ -234,6 +234,10 @@ def test_a_model_we_cannot_carry_is_refused(hf: dict[str, Any], message: str) ->
         ({**MIXTRAL, "sliding_window": 1023}, r"sliding_window=1023: neither"),
         ({**MIXTRAL, "head_dim": 8}, r"head_dim=8: SGLang's MixtralForCausalLM takes hidden_size"),
         ({**MIXTRAL, "hidden_size": 70}, r"hidden_size=70 is no multiple of num_attention_heads=12.* Add head_dim"),
+        (
+            {**MIXTRAL, "num_attention_heads": 0},
+            r"hidden_size=\d+ is no multiple of num_attention_heads=0.* Add head_dim",
+        ),
     ],
 )
 def test_a_model_that_megatron_would_compute_otherwise_is_refused(hf: dict[str, Any], message: str) -> None:

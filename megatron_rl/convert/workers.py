@@ -110,6 +110,9 @@ def _end_with(owner: int) -> None:
         os._exit(1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    if "torch" in sys.modules:
+        # Threads are not forked: where the owner has computed with several, OpenMP would wait for them for ever.
+        sys.modules["torch"].set_num_threads(1)
 
 
 class Meter:

@@ -1,5 +1,7 @@
 """FP8 weights and their scales, without a checkpoint; test_contents has them in one."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -42,3 +44,22 @@ def test_every_fp8_value_is_read_as_torch_reads_it() -> None:
     expected = (codes.view(torch.float8_e4m3fn).float() * 1.37).bfloat16()
     same = torch.frombuffer(bytearray(found), dtype=torch.bfloat16)
     assert torch.equal(same.isnan(), expected.isnan()) and torch.equal(same.nan_to_num(), expected.nan_to_num())
+
+
+AFTER_THREADS = """
+import torch
+from megatron_rl.convert.workers import over_units
+
+def total(count):
+    return torch.ones(count).sum().item()
+
+torch.set_num_threads(2)
+total(1 << 22)
+print(over_units(total, [1 << 22], [1], processes=1, what="sum"))
+"""
+
+
+def test_a_worker_computes_though_its_owner_has_computed_with_threads() -> None:
+    command = ["timeout", "-s", "KILL", "60", sys.executable, "-c", AFTER_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "[4194304.0]\n", done.stderr

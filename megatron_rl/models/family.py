@@ -76,6 +76,14 @@ def rename(hf: HfConfig, names: Mapping[str, str]) -> dict[str, Any]:
     return {megatron: read(hf, key) for megatron, key in names.items()}
 
 
+def softmax_router(*, renormalized: bool) -> dict[str, Any]:
+    """megatron-core's words for a softmax over experts; `renormalized` over the chosen ones.
+
+    Softmax after the choice is softmax before it, divided by the sum over the chosen.
+    """
+    return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not renormalized}
+
+
 def refuse(hf: HfConfig, supported: Mapping[str, Any]) -> None:
     """Raise a ConfigError for the first key whose value is not the supported one; a missing key or null passes."""
     for key, value in supported.items():

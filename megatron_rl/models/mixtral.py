@@ -14,6 +14,7 @@ from megatron_rl.models.family import (
     head_dim,
     read,
     rename,
+    softmax_router,
     unscaled_rotary,
 )
 from megatron_rl.models.rows import decoder, embedding, grouped_attention, head, routed_experts, router
@@ -56,9 +57,7 @@ def architecture(hf: HfConfig) -> Architecture:
         **rename(hf, COMMON | NAMES),
         "kv_channels": equal_heads(hf),
         "qk_layernorm": False,
-        "moe_router_score_function": "softmax",
-        # Softmax after the choice is softmax before it, divided by the sum over the chosen.
-        "moe_router_pre_softmax": False,
+        **softmax_router(renormalized=True),
     }
     return Architecture(
         mla=False,

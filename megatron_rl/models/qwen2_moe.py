@@ -14,6 +14,7 @@ from megatron_rl.models.family import (
     head_dim,
     read,
     rename,
+    softmax_router,
     unscaled_rotary,
 )
 from megatron_rl.models.rows import decoder, embedding, gated_mlp, grouped_attention, head, routed_experts, router, same
@@ -65,9 +66,7 @@ def architecture(hf: HfConfig) -> Architecture:
         "qk_layernorm": False,
         "add_qkv_bias": _has_bias(hf),
         "moe_shared_expert_gate": True,
-        "moe_router_score_function": "softmax",
-        # Softmax after the choice is softmax before it, divided by the sum over the chosen.
-        "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+        **softmax_router(renormalized=bool(hf.get("norm_topk_prob", False))),
     }
     return Architecture(
         mla=False,

@@ -13,6 +13,7 @@ from megatron_rl.models.family import (
     read,
     rename,
     scaled_rotary,
+    softmax_router,
 )
 from megatron_rl.models.rows import decoder, embedding, grouped_attention, head, routed_experts, router
 
@@ -53,9 +54,7 @@ def architecture(hf: HfConfig) -> Architecture:
         **rename(hf, COMMON | EXPERTS | NAMES),
         "qk_layernorm": True,
         "num_moe_experts": read(hf, *COUNT),
-        "moe_router_score_function": "softmax",
-        # Softmax after the choice is softmax before it, divided by the sum over the chosen.
-        "moe_router_pre_softmax": not read(hf, "norm_topk_prob"),
+        **softmax_router(renormalized=bool(read(hf, "norm_topk_prob"))),
     }
     return Architecture(
         mla=False,

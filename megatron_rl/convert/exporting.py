@@ -11,7 +11,7 @@ import xxhash
 
 from megatron_rl.convert import fp8
 from megatron_rl.convert.reading import Checkpoint, Reader, Wanted, find_checkpoint, wanted
-from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, refuse_full
+from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, refuse_full, write_record
 from megatron_rl.convert.workers import Child, batches, over_units
 from megatron_rl.errors import BackendError
 from megatron_rl.formats import hf_files, manifest, torch_dist
@@ -139,9 +139,7 @@ def write_unit(unit: Unit) -> None:
                 if place.file not in opened:
                     opened[place.file] = os.open(unit.partial / WHOLE / place.file, os.O_WRONLY)
                 hashes[tensor.name] = _write(reader, tensor, unit.places, opened[place.file])
-        temporary = unit.record.with_suffix(".tmp")
-        temporary.write_text(json.dumps(hashes))
-        os.rename(temporary, unit.record)
+        write_record(unit.record, hashes)
     except OSError as error:
         raise BackendError(
             f"Writing below {unit.partial} failed: {error}. Free space there; the same command then goes on from here."

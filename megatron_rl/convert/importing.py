@@ -17,7 +17,7 @@ import xxhash
 from megatron_rl.convert import fp8, source
 from megatron_rl.convert.placement import Placement, find_placement
 from megatron_rl.convert.source import Source, fingerprint, read_source
-from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, refuse_full
+from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, refuse_full, write_record
 from megatron_rl.convert.workers import Child, batches, over_units
 from megatron_rl.errors import BackendError, DataError
 from megatron_rl.formats import manifest, torch_dist
@@ -164,8 +164,7 @@ def write_unit(unit: Unit) -> None:
             os.fsync(out.fileno())
         os.rename(temporary, unit.partial / WHOLE / unit.file)
         record = {"file": [at, whole.hexdigest()], "hashes": hashes, "items": [asdict(item) for item in items]}
-        temporary.write_text(json.dumps(record))
-        os.rename(temporary, unit.record)
+        write_record(unit.record, record)
     except OSError as error:
         raise BackendError(
             f"Writing {temporary} failed: {error}. Free space there; the same command then goes on from here."

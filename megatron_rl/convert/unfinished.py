@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -84,3 +85,10 @@ def check_space(nbytes: int, out: Path) -> None:
             f"{need / 1e9:.2f} GB are needed for {out} and {free / 1e9:.2f} GB are free there. Free "
             f"{(need - free) / 1e9:.2f} GB, or choose another --out."
         )
+
+
+def write_record(path: Path, content: object) -> None:
+    """Write what a whole unit holds, as JSON: the record is there whole, or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content))
+    os.rename(temporary, path)

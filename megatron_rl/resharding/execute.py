@@ -13,12 +13,11 @@ from torch import Tensor
 
 from megatron_rl.errors import LayoutError, SyncError
 from megatron_rl.layouts.boxes import TensorLayout
+from megatron_rl.resharding.messages import ALIGN_BYTES
 from megatron_rl.resharding.plan import Copy
 from megatron_rl.resharding.spec import Bucket, SyncSpec, compile_sync
 from megatron_rl.resharding.transport.shm import AttachedBuffer, SharedBuffer
 
-ALIGN_BYTES = 16
-"""Of each rectangle in a bucket: the largest element and the width of vector loads."""
 DIFFERENCES_SHOWN = 8
 
 

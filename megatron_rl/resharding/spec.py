@@ -4,12 +4,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.layouts.compile import megatron_layouts, sglang_layouts
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
+from megatron_rl.resharding.messages import ALIGN_BYTES
 from megatron_rl.resharding.plan import Copy, make_plan, plan_hash
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where every rank stands, as (node, device of the node). Ranks of both sides may share a device."""
+
+    trainers: tuple[tuple[int, int], ...]
+    """One for each trainer rank."""
+    engines: tuple[tuple[int, int], ...]
+    """One for each rank of each engine, engine after engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +31,39 @@ class SyncSpec:
     hf_config: dict[str, Any]
     trainer: MegatronTopology
     engine: SglangTopology
+    """Of each of the engines."""
     trainer_dtype: str
     engine_dtype: str
+    engines: int = 1
+    bucket_bytes: int = 64 << 20
+    """Of one message, at most; each side holds two."""
+    placement: Placement | None = None
+    """None: all on one node, each on a device of its own."""
+
+    def __post_init__(self) -> None:
+        if self.engines < 1 or self.bucket_bytes < ALIGN_BYTES:
+            raise LayoutError(
+                f"{self.engines} engines and messages of {self.bucket_bytes} bytes: there must be an engine, and a "
+                f"message must hold {ALIGN_BYTES} bytes. Give larger numbers."
+            )
+        placed, ranks = self.placed(), (self.trainer.world_size, self.readers)
+        if (len(placed.trainers), len(placed.engines)) != ranks:
+            raise LayoutError(
+                f"The placement names {len(placed.trainers)} trainer ranks and {len(placed.engines)} engine ranks, "
+                f"where there are {ranks[0]} and {ranks[1]}: some would stand nowhere. Name each once."
+            )
+
+    @property
+    def readers(self) -> int:
+        """Ranks of all engines."""
+        return self.engines * self.engine.world_size
+
+    def placed(self) -> Placement:
+        """Where every rank stands."""
+        if self.placement is not None:
+            return self.placement
+        ours, theirs = self.trainer.world_size, self.readers
+        return Placement(tuple((0, d) for d in range(ours)), tuple((0, ours + d) for d in range(theirs)))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` is the inverse."""
@@ -29,8 +72,11 @@ class SyncSpec:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "SyncSpec":
         """What `to_json` wrote."""
-        topologies = {"trainer": MegatronTopology(**value["trainer"]), "engine": SglangTopology(**value["engine"])}
-        return cls(**{**value, **topologies})
+        parts = {"trainer": MegatronTopology(**value["trainer"]), "engine": SglangTopology(**value["engine"])}
+        placement = value["placement"] and Placement(
+            **{side: tuple((node, device) for node, device in places) for side, places in value["placement"].items()}
+        )
+        return cls(**{**value, **parts, "placement": placement})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Packing and unpacking: simulated trainer ranks and engine ranks in this process, every byte compared."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.resharding.execute import Receiver, Sender
-from megatron_rl.resharding.spec import Bucket, SyncSpec, compile_sync
+from megatron_rl.resharding.spec import Bucket, Placement, SyncSpec, compile_sync
 from tests.tiny import CHARACTERS, TINY
 
 VOCAB = len(set(CHARACTERS)) + 3
@@ -189,5 +190,15 @@ def test_a_model_that_is_not_the_declared_one_is_refused_with_every_difference()
 
 def test_a_spec_survives_json() -> None:
     spec = make_spec("deepseek_v3", "pp2_vpp2_ep2", "tp2_ep2")
+    placement = Placement(((0, 0), (0, 1), (1, 0), (1, 1)), ((0, 0), (0, 1), (2, 0), (2, 5)))
 
-    assert SyncSpec.from_json(spec.to_json()) == spec
+    for some in (spec, replace(spec, engines=2, bucket_bytes=1000, placement=placement)):
+        assert SyncSpec.from_json(json.loads(json.dumps(some.to_json()))) == some
+
+
+def test_a_spec_that_places_other_ranks_is_refused() -> None:
+    spec = make_spec("deepseek_v3", "tp2_ep2", "tp2")
+    with pytest.raises(LayoutError, match="names 1 trainer ranks and 2 engine ranks, where there are 4 and 2"):
+        replace(spec, placement=Placement(((0, 0),), ((0, 1), (0, 2))))
+    with pytest.raises(LayoutError, match="0 engines"):
+        replace(spec, engines=0)

@@ -1,0 +1,54 @@
+"""What travels from a trainer rank to the engines: messages of bounded size, each described on both sides alike."""
+
+from dataclasses import dataclass
+from math import prod
+
+from megatron_rl.layouts.boxes import DTYPE_BYTES
+
+ALIGN_BYTES = 16
+"""Of each rectangle in a message: the largest element and the width of vector loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One rectangle of a message, contiguous there, and where it lies in a tensor of the rank that asked."""
+
+    tensor: str
+    """Of the sender when it comes from `sends`, of the reader when it comes from `receives`."""
+    offset: tuple[int, ...]
+    """With one more number than `shape`, the first is the index of an expert's slot."""
+    shape: tuple[int, ...]
+    dtype: str
+    """The reader's tensor's: the sender casts while it packs."""
+    at: int
+    """First byte in the message, a multiple of ALIGN_BYTES. A reader that holds a rectangle twice has two pieces."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rectangle, alignment left out."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Bytes that one trainer rank packs once and that every one of `readers` unpacks."""
+
+    number: int
+    """Unique, below 2**63, with gaps. Every rank handles its messages in ascending order."""
+    src: int
+    """Trainer rank."""
+    readers: tuple[int, ...]
+    """Engine ranks (engine * its world size + rank), ascending, all of one node."""
+    kind: str
+    """"local": sender and readers share a device. "node": they share a node, and every reader reads the sender's
+    memory. "network": `fetcher` receives it and hands it to the other readers inside their node."""
+    fetcher: int
+    """The reader that receives it from another node; for the other kinds the first of `readers`."""
+    nbytes: int
+    """With alignment; at most the spec's `bucket_bytes`."""
+    payload_bytes: int
+    """Without alignment: what a reader counts as received."""
+    digest: str
+    """Of everything above and of the pieces' HF rectangles, dtypes and positions: equal on both sides, or the two sides
+    computed different plans."""
+    pieces: tuple[Piece, ...]

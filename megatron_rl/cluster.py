@@ -54,6 +54,8 @@ def start(*, address: str | None, cpus: int) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray would print its own account of a dead process over the progress display, beside ours.
     ray._private.worker._worker_logs_enabled = False
+    # A thread that still waits when `stop` has ended Ray would start another, and wait in it.
+    ray._private.auto_init_hook.enable_auto_connect = False
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:

@@ -8,7 +8,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -167,7 +166,7 @@ def start(
     Returns: (trainer, fleet, scoring), None for what the mode does without.
     """
     from megatron_rl import cluster
-    from megatron_rl.rollout.fleet import Fleet
+    from megatron_rl.rollout.fleet import MARGIN_S, Fleet
     from megatron_rl.rollout.scorer import Scoring
     from megatron_rl.trainer.trainer import MegatronTrainer
 
@@ -177,16 +176,12 @@ def start(
     stack.callback(cluster.stop)
     cluster.start(address=config.cluster.address, cpus=config.cluster.cpus or cpus_needed(config))
     gpus = int(cluster.has_gpus())
-    scoring = None
-    starting: dict[str, Future[Any]] = {}
-    executor = ThreadPoolExecutor(max_workers=2)
-    stack.callback(executor.shutdown, wait=False)
+    trainer = fleet = scoring = None
     if has_engines:
         status(f"starting {engines} engine(s)" + (f" and {ranks} trainer rank(s)" if ranks else ""))
         tp, reward = config.rollout.tp, cluster.Pool("reward", 1, cpus=1)
         scoring = Scoring(config.reward, run.model, run.samples, pool=reward, logs=run.logs)
-        start_fleet = partial(
-            Fleet,
+        fleet = Fleet(
             config.rollout,
             config.sampling,
             run.model,
@@ -194,17 +189,17 @@ def start(
             pool=cluster.Pool("rollout", engines, cpus=tp, gpus=tp * gpus),
             logs=run.logs,
         )
-        starting["fleet"] = executor.submit(start_fleet)
     if has_trainer:
         place = cluster.Pool("trainer", ranks, cpus=1, gpus=gpus)
-        starting["trainer"] = executor.submit(MegatronTrainer, config, run.model, pool=place, logs=run.logs)
-    done, _ = wait(starting.values(), return_when=FIRST_EXCEPTION)
-    for future in done:
-        future.result()  # the first failure ends the run; what still starts ends with Ray
-    started = {name: future.result() for name, future in starting.items()}
-    for part in started.values():
+        trainer = MegatronTrainer(config, run.model, pool=place, logs=run.logs)
+    started = [part for part in (trainer, fleet) if part]
+    starting = {name: call for part in started for name, call in part.starting.items()}
+    timeout_s = max(config.trainer.start_timeout_s, config.rollout.start_timeout_s + MARGIN_S)
+    cluster.gather(starting, what="Starting", timeout_s=timeout_s, logs=run.logs)  # the first failure ends the run
+    for part in started:
+        part.ready()
         stack.callback(part.stop)
-    return started.get("trainer"), started.get("fleet"), scoring
+    return trainer, fleet, scoring
 
 
 def packer(config: Config, hf: dict[str, Any]) -> Any:

@@ -37,10 +37,10 @@ class Fleet:
         pool: Pool,
         logs: Path,
     ):
-        """Start `rollout.engines` servers in `pool` and wait until all are healthy.
+        """Start `rollout.engines` servers in `pool`; `ready` waits for them.
 
         `context_length` is the model's max_position_embeddings. Server i logs to `logs`/engine-i.log, its actor to
-        `logs`/engine-i.actor.log. Raises: BackendError with the server's own error text.
+        `logs`/engine-i.actor.log.
         """
         self._rollout, self._sampling, self._logs = rollout, sampling, logs
         self._context_length = min(context_length, rollout.max_total_tokens)
@@ -56,7 +56,13 @@ class Fleet:
             )
             for i, name in enumerate(f"engine-{i}" for i in range(rollout.engines))
         }
-        self._call("start", what="Starting the engines", timeout_s=rollout.start_timeout_s + MARGIN_S)
+        self.starting = {name: server.start.remote() for name, server in self._servers.items()}
+        """What each process's start will answer, by its name."""
+
+    def ready(self) -> None:
+        """Wait until every server is healthy. Raises: BackendError with the server's own error text."""
+        start_s = self._rollout.start_timeout_s + MARGIN_S
+        gather(self.starting, what="Starting the engines", timeout_s=start_s, logs=self._logs)
 
     def generate(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, seed: int) -> list[Sample]:
         """Sample answers; group i holds `samples_per_prompt` samples of prompts[i], in order.
@@ -155,11 +161,9 @@ class Fleet:
                 "was restarted or updated behind the fleet's back. Resume with the same command."
             )
 
-    def _call(
-        self, method: str, *args: Any, what: str, timeout_s: float = CONTROL_TIMEOUT_S, **options: Any
-    ) -> list[Any]:
+    def _call(self, method: str, *args: Any, what: str, **options: Any) -> list[Any]:
         calls = {name: getattr(server, method).remote(*args, **options) for name, server in self._servers.items()}
-        return gather(calls, what=what, timeout_s=timeout_s, logs=self._logs)
+        return gather(calls, what=what, timeout_s=CONTROL_TIMEOUT_S, logs=self._logs)
 
 
 def sample_seed(seed: int, group: int, index: int) -> int:

@@ -12,6 +12,8 @@ import signal
 import sys
 import time
 
+import setproctitle
+
 PR_SET_PDEATHSIG = 1
 GRACE_S = 5.0
 """For a group to end by itself."""
@@ -35,6 +37,7 @@ def follow(owner: int) -> None:
         raise SystemExit(f"The owner {owner} of this server ended before it started.")
     first = os.pidfd_open(group)
     if os.fork() == 0:
+        setproctitle.setproctitle(f"megatron-rl: waits for the end of {group}")  # else it looks like the server
         os.setsid()
         select.select([first], [], [])
         end_group(group)

@@ -25,22 +25,27 @@ class MegatronTrainer:
     """What each actor runs; tools/bench_step.py times more than it does."""
 
     def __init__(self, config: Config, model_directory: Path, *, pool: Pool, logs: Path):
-        """Start `config.trainer.world_size` ranks in `pool`, read the weights, and wait until all are ready.
+        """Start `config.trainer.world_size` ranks in `pool`, which read the weights; `ready` waits for them.
 
         Rank i logs to `logs`/trainer-i.log.
-        Raises: ConfigError, LayoutError, DataError, BackendError as the ranks do.
         """
         self._config, self._logs = config, logs
         self._actors = [
             pool.spawn(self.worker, config, rank, str(model_directory), index=rank, log=logs / f"{_name(rank)}.log")
             for rank in range(config.trainer.world_size)
         ]
-        start_s = config.trainer.start_timeout_s
-        meeting = gather(
-            {_name(0): self._actors[0].address.remote()}, what="Starting the trainer", timeout_s=start_s, logs=logs
-        )[0]
-        places = self._call("build", meeting, what="Building the model", timeout_s=start_s)
-        self._dp_of_rank: list[int] = places
+        meeting = self._actors[0].address.remote()
+        self.starting = {_name(rank): actor.build.remote(meeting) for rank, actor in enumerate(self._actors)}
+        """What each process's start will answer, by its name."""
+        self._dp_of_rank: list[int] = []
+
+    def ready(self) -> None:
+        """Wait until every rank has its weights.
+
+        Raises: ConfigError, LayoutError, DataError, BackendError as the ranks do.
+        """
+        start_s = self._config.trainer.start_timeout_s
+        self._dp_of_rank = gather(self.starting, what="Starting the trainer", timeout_s=start_s, logs=self._logs)
 
     def begin(self, phase: str) -> None:
         """Start "sft" or "rl" with a fresh optimizer and schedule; "rl" may freeze the weights as its reference."""
@@ -90,18 +95,16 @@ class MegatronTrainer:
         parts = [ray.put(part) for part in split(batch, max(self._dp_of_rank) + 1)]
         return [parts[dp] for dp in self._dp_of_rank]
 
-    def _call(self, method: str, *args: Any, what: str, timeout_s: float | None = None) -> list[Any]:
-        return self._each(method, [args] * len(self._actors), what=what, timeout_s=timeout_s, spread=True)
+    def _call(self, method: str, *args: Any, what: str) -> list[Any]:
+        return self._each(method, [args] * len(self._actors), what=what, spread=True)
 
-    def _each(
-        self, method: str, args: Sequence[Any], *, what: str, timeout_s: float | None = None, spread: bool = False
-    ) -> list[Any]:
+    def _each(self, method: str, args: Sequence[Any], *, what: str, spread: bool = False) -> list[Any]:
         """Call a method on every rank, rank i with args[i], a tuple of arguments if `spread`."""
         calls = {
             _name(rank): getattr(actor, method).remote(*(one if spread else (one,)))
             for rank, (actor, one) in enumerate(zip(self._actors, args, strict=True))
         }
-        return gather(calls, what=what, timeout_s=timeout_s or self._config.trainer.step_timeout_s, logs=self._logs)
+        return gather(calls, what=what, timeout_s=self._config.trainer.step_timeout_s, logs=self._logs)
 
 
 def _name(rank: int) -> str:

@@ -99,11 +99,10 @@ class Run:
             return False
 
     def find(self, part: str) -> psutil.Process:
-        """The process with `part` in its title or command line, among those that `wait_until` has seen."""
-        for process in self._seen:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if part in " ".join(process.cmdline()):
-                    return process
+        """The living process with `part` in its title or command line; of several the oldest, which started them."""
+        for process in sorted(self.processes(), key=lambda p: p.create_time()):
+            if any(part in line for line in describe([process])):
+                return process
         raise AssertionError(f"no process {part!r} among {describe(list(self._seen))}")
 
     def kill(self, part: str) -> None:

@@ -57,6 +57,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
         pools = [cluster.Pool("rollout", ENGINES, cpus=1), cluster.Pool("scorer", 1, cpus=1)]
         sampling = SamplingConfig(max_tokens=8)
         fleet = Fleet(rollout, sampling, path, context_length=1024, pool=pools[0], logs=directory)
+        fleet.ready()
         samples = directory / "samples.jsonl"
         scoring = Scoring(RewardConfig(name="exact"), path, samples, pool=pools[1], logs=directory)
         yield Setting(fleet, path, directory, samples, scoring)

@@ -70,6 +70,7 @@ def test_trainer_trains_saves_resumes_exports_and_reports_a_dead_rank(pool: Any,
     directory = write_checkpoint(tmp_path / "hf", "deepseek_v3")
     config = make_config({"ep": 2}, world_size=2, algorithm={"kl_coef": 0.1})
     trainer = MegatronTrainer(config, Path(directory), pool=pool, logs=tmp_path)
+    trainer.ready()
     trainer.begin("rl")
 
     batch = trainer.logprobs(stored_batch(0))

@@ -11,12 +11,18 @@ from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.layouts.table import Block, Table
 from megatron_rl.layouts.terms import Expert, Local, Place, Term, axes_of, local, share, tensors_of
 
+Made = dict[tuple[str, str, tuple[int, ...]], tuple[TensorLayout, ...]]
+"""What a term became: by the tensor's name, its block's HF prefix, and the rank along the axes that cut it."""
 
-def megatron_layouts(table: Table, topology: MegatronTopology, rank: int, *, dtype: str) -> tuple[TensorLayout, ...]:
+
+def megatron_layouts(
+    table: Table, topology: MegatronTopology, rank: int, *, dtype: str, made: Made | None = None
+) -> tuple[TensorLayout, ...]:
     """Every parameter, and the router's correction bias, of Megatron rank `rank`.
 
     Names follow the Transformer Engine spec, with the chunk in front: "1:decoder.layers.0.mlp.linear_fc1.weight" is in
-    layer 0 of the rank's second virtual pipeline chunk; without virtual stages the chunk is 0.
+    layer 0 of the rank's second virtual pipeline chunk; without virtual stages the chunk is 0. `made`: from other ranks
+    of the topology, whose equal tensors are taken as they are; grows.
     Raises: LayoutError when the topology cannot hold the model.
     """
     depths = (topology.num_layers, topology.mtp_layers), (table.num_layers, table.mtp_layers)
@@ -30,6 +36,7 @@ def megatron_layouts(table: Table, topology: MegatronTopology, rank: int, *, dty
         topology.asked(), (term for block in table.blocks for row in block.rows for term in row.megatron.values())
     )
     place = Place(topology.axes(rank), lambda vocab, _: topology.padded_vocab(vocab))
+    made = {} if made is None else made
     layouts: list[TensorLayout] = []
     for number, chunk in enumerate(topology.chunks(rank)):
         for block in table.blocks:
@@ -39,16 +46,20 @@ def megatron_layouts(table: Table, topology: MegatronTopology, rank: int, *, dty
             prefix = f"{number}:{block.megatron.format(layer=layer)}"
             for row in block.rows:
                 for name, term in row.megatron.items():
-                    layouts += _compile(prefix + name, term, place, block.hf, dtype)
+                    layouts += _compile(prefix + name, term, place, block.hf, dtype, made)
         if table.tied and chunk.has_head and not chunk.has_embedding:
             (first,) = (block for block in table.blocks if block.place == "first")
             (embedding,) = (term for row in first.rows for term in row.megatron.values())
-            layouts += _compile(f"{number}:output_layer.weight", embedding, place, first.hf, dtype)
+            layouts += _compile(f"{number}:output_layer.weight", embedding, place, first.hf, dtype, made)
     return tuple(layouts)
 
 
-def sglang_layouts(table: Table, topology: SglangTopology, rank: int, *, dtype: str) -> tuple[TensorLayout, ...]:
+def sglang_layouts(
+    table: Table, topology: SglangTopology, rank: int, *, dtype: str, made: Made | None = None
+) -> tuple[TensorLayout, ...]:
     """Every parameter of rank `rank` of an SGLang engine, named as in its named_parameters().
+
+    `made`: from other ranks of the topology, whose equal tensors are taken as they are; grows.
 
     Raises: LayoutError when the topology cannot hold the model.
     """
@@ -61,6 +72,7 @@ def sglang_layouts(table: Table, topology: SglangTopology, rank: int, *, dtype: 
             "copy of it on the last stage. Set it to 1."
         )
     place = Place(topology.axes(rank), topology.padded_vocab)
+    made = {} if made is None else made
     chunk = topology.chunk(rank, table.num_layers)
     return tuple(
         layout
@@ -68,8 +80,20 @@ def sglang_layouts(table: Table, topology: SglangTopology, rank: int, *, dtype: 
         if block.on_every_stage or _holds(chunk, block)
         for row in block.rows
         for name, term in row.sglang.items()
-        for layout in _compile(block.sglang + name, term, place, block.hf, dtype)
+        for layout in _compile(block.sglang + name, term, place, block.hf, dtype, made)
     )
+
+
+def megatron_ranks(table: Table, topology: MegatronTopology, *, dtype: str) -> dict[int, tuple[TensorLayout, ...]]:
+    """The layouts of every rank; replicas have the same objects, by which the planner knows them."""
+    made: Made = {}
+    return {r: megatron_layouts(table, topology, r, dtype=dtype, made=made) for r in range(topology.world_size)}
+
+
+def sglang_ranks(table: Table, topology: SglangTopology, *, dtype: str) -> dict[int, tuple[TensorLayout, ...]]:
+    """The layouts of every rank of an engine; replicas have the same objects."""
+    made: Made = {}
+    return {r: sglang_layouts(table, topology, r, dtype=dtype, made=made) for r in range(topology.world_size)}
 
 
 def hf_layouts(table: Table, *, dtype: str, aliases: Collection[str] = ()) -> tuple[TensorLayout, ...]:
@@ -115,7 +139,14 @@ def _holds(chunk: Chunk, block: Block) -> bool:
     return block.place in chunk.layers if isinstance(block.place, int) else held[block.place]
 
 
-def _compile(name: str, term: Term, place: Place, hf: str, dtype: str) -> Iterator[TensorLayout]:
+def _compile(name: str, term: Term, place: Place, hf: str, dtype: str, made: Made) -> tuple[TensorLayout, ...]:
+    key = name, hf, tuple([place.axes[axis].rank for axis in axes_of(term)])
+    if key not in made:
+        made[key] = tuple(_compile_anew(name, term, place, hf, dtype))
+    return made[key]
+
+
+def _compile_anew(name: str, term: Term, place: Place, hf: str, dtype: str) -> Iterator[TensorLayout]:
     (dtype,) = {t.dtype or dtype for t in tensors_of(term)}
     if not isinstance(term, Expert):
         piece = local(term, place)

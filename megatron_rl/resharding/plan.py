@@ -4,12 +4,13 @@ Pure integers: the same plan runs over shared memory, CUDA IPC or a network, and
 """
 
 import hashlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.errors import LayoutError
-from megatron_rl.layouts.boxes import DTYPE_BYTES, Box, TensorLayout, find_overlap
+import numpy as np
+
+from megatron_rl.resharding.lanes import Lanes, Place, make_lanes
+from megatron_rl.resharding.tables import Joined, Layouts, join, shift
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,48 +26,64 @@ class Copy:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    rank: int
-    tensor: str
-    offset: tuple[int, ...]
-    bytes_per_element: int
+@dataclass(frozen=True, slots=True, eq=False)
+class Flows:
+    """The fragments of two sides, flow by flow, and the lanes that carry them."""
+
+    joined: Joined
+    order: np.ndarray
+    """[F] fragments, those of a flow together."""
+    ends: np.ndarray
+    """[flows + 1] where each flow begins in `order`."""
+    lanes: Lanes
+
+    def fragments(self, flows: Sequence[int]) -> np.ndarray:
+        """[n] fragments of a lane's flows."""
+        return np.concatenate([self.order[self.ends[f] : self.ends[f + 1]] for f in flows])
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A rectangle of an HF tensor, and every place that holds it."""
+def make_flows(joined: Joined, trainers: dict[int, Place], engines: dict[int, Place], *, replicas: int = 1) -> Flows:
+    """`engines`: places of the target's ranks, of each of its `replicas` one after the other."""
+    key = joined.key()
+    keys, flow, counts = np.unique(key, return_inverse=True, return_counts=True)
+    holders, readers = joined.source.areas.sets, joined.target.areas.sets
+    world = len(engines) // replicas
+    of_all = [tuple(e * world + r for e in range(replicas) for r in ranks) for ranks in readers]
+    pairs = [(holders[k // len(readers)], of_all[k % len(readers)]) for k in keys.tolist()]
+    nbytes = np.bincount(flow, joined.nbytes, len(keys)).astype(np.int64).tolist()
+    lanes = make_lanes(pairs, nbytes, trainers, engines)
+    return Flows(joined, np.argsort(flow, kind="stable"), np.cumsum([0, *counts]), lanes)
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    holders: tuple[_Holder, ...]
 
+def make_plan(sources: Layouts, destinations: Layouts) -> tuple[Copy, ...]:
+    """Copies that fill every box of every destination rank, rank after rank.
 
-def make_plan(
-    sources: Mapping[int, Sequence[TensorLayout]], destinations: Mapping[int, Sequence[TensorLayout]]
-) -> tuple[Copy, ...]:
-    """Copies that fill every box of every destination rank, in the order of ranks and their tensors.
-
-    Among ranks that hold the same rectangle, the one with the fewest bytes to send so far sends it, the lowest of
-    equals: the same arguments give the same plan everywhere.
+    Ranks that hold the same rectangle share the sending by bytes: the same arguments give the same plan everywhere.
     Raises: LayoutError when an element has no source, two unlike sources, or two boxes of one destination tensor.
     """
-    pieces = _pieces(sources)
-    sent_bytes = dict.fromkeys(sources, 0)
-    plan: list[Copy] = []
-    for rank in sorted(destinations):
-        for layout in destinations[rank]:
-            if clash := find_overlap(
-                [(b.offset, (1,) * (len(b.offset) - len(b.shape)) + b.shape) for b in layout.boxes]
-            ):
-                a, b = (layout.boxes[i] for i in clash)
-                raise LayoutError(
-                    f"{layout.name} on destination rank {rank}: {a.hf} at {a.offset} and {b.hf} at {b.offset} overlap, "
-                    "so elements would be written twice. The model's table is wrong there."
-                )
-            for box in layout.boxes:
-                plan += _fill(rank, layout.name, box, pieces.get(box.hf, ()), sent_bytes)
-    return tuple(plan)
+    joined = join(sources, destinations)
+    # Every rank on a node of its own: nothing is near, and no two destinations share what they get.
+    flows = make_flows(joined, {r: (r, 0) for r in sources}, {r: (-1 - r, 0) for r in destinations})
+    held = {rank: joined.source.boxes_of(rank) for rank in sources}
+    wanted = {rank: joined.target.boxes_of(rank) for rank in destinations}
+    copies: list[tuple[int, int, int, Copy]] = []
+    for lane in flows.lanes.lanes:
+        fragments = flows.fragments(lane.flows)
+        for src, dst, run in flows.lanes.deal(lane, joined.nbytes[fragments]):
+            for f in fragments[run].tolist():
+                for box in wanted[dst][int(joined.want[f])]:
+                    copies.append((dst, box, f, _copy(joined, f, src, held[src][int(joined.piece[f])][0], dst, box)))
+    return tuple(copy for *_, copy in sorted(copies, key=lambda c: c[:3]))
+
+
+def _copy(joined: Joined, fragment: int, src: int, src_box: int, dst: int, dst_box: int) -> Copy:
+    source, target, start = joined.source, joined.target, joined.start[fragment].tolist()
+    ours, theirs = source.boxes[src_box], target.boxes[dst_box]
+    return Copy(
+        *(src, dst, source.tensors[source.tensor[src_box]].name, shift(ours, start)),
+        *(target.tensors[target.tensor[dst_box]].name, shift(theirs, start)),
+        tuple(joined.size[fragment].tolist()[: len(theirs.shape)]),
+    )
 
 
 def plan_hash(plan: Sequence[Copy]) -> str:
@@ -75,61 +92,3 @@ def plan_hash(plan: Sequence[Copy]) -> str:
     for copy in plan:
         digest.update(repr(copy).encode())
     return digest.hexdigest()
-
-
-def _pieces(sources: Mapping[int, Sequence[TensorLayout]]) -> dict[str, list[_Piece]]:
-    """By HF tensor, the distinct rectangles that the sources hold; no two share an element."""
-    holders: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Holder]]] = {}
-    for rank in sorted(sources):
-        for layout in sources[rank]:
-            size = DTYPE_BYTES[layout.dtype]
-            for box in layout.boxes:
-                same = holders.setdefault(box.hf, {}).setdefault((box.hf_offset, box.shape), [])
-                same.append(_Holder(rank, layout.name, box.offset, size))
-    pieces = {}
-    for hf, held in holders.items():
-        pieces[hf] = [_Piece(offset, shape, tuple(who)) for (offset, shape), who in held.items()]
-        if clash := find_overlap(list(held)):
-            a, b = (pieces[hf][i] for i in clash)
-            raise LayoutError(
-                f"{hf}: source rank {a.holders[0].rank} holds {_span(a.offset, a.shape)} and source rank "
-                f"{b.holders[0].rank} holds {_span(b.offset, b.shape)}: they overlap without being equal, so elements "
-                "would have two sources. All source ranks must come from one topology."
-            )
-    return pieces
-
-
-def _fill(rank: int, tensor: str, box: Box, pieces: Sequence[_Piece], sent_bytes: dict[int, int]) -> Iterator[Copy]:
-    """Copies that fill one destination box. Pieces are disjoint, so counting elements proves exact cover."""
-    missing = math.prod(box.shape)
-    for piece in pieces:
-        low = tuple(map(max, box.hf_offset, piece.offset))
-        high = map(min, _end(box.hf_offset, box.shape), _end(piece.offset, piece.shape))
-        shape = tuple(end - start for start, end in zip(low, high, strict=True))
-        if min(shape) <= 0:
-            continue
-        holder = min(piece.holders, key=lambda h: (sent_bytes[h.rank], h.rank))
-        sent_bytes[holder.rank] += math.prod(shape) * holder.bytes_per_element
-        missing -= math.prod(shape)
-        src_offset = _shift(holder.offset, low, piece.offset)
-        yield Copy(holder.rank, rank, holder.tensor, src_offset, tensor, _shift(box.offset, low, box.hf_offset), shape)
-    if missing:
-        raise LayoutError(
-            f"{tensor} on destination rank {rank}: {missing} of {math.prod(box.shape)} elements of {box.hf} "
-            f"{_span(box.hf_offset, box.shape)} have no source. A source rank is left out, or the two sides were made "
-            "from different configs; give every source rank and one config.json to both."
-        )
-
-
-def _shift(offset: tuple[int, ...], low: tuple[int, ...], start: tuple[int, ...]) -> tuple[int, ...]:
-    """The local offset of element `low` of the HF tensor in a box that starts at `start` there and `offset` here."""
-    lead = len(offset) - len(low)
-    return offset[:lead] + tuple(here + e - s for here, e, s in zip(offset[lead:], low, start, strict=True))
-
-
-def _end(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(o + n for o, n in zip(offset, shape, strict=True))
-
-
-def _span(offset: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(offset, shape, strict=True)) + "]"

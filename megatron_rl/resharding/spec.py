@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.boxes import TensorLayout
-from megatron_rl.layouts.compile import megatron_layouts, sglang_layouts
+from megatron_rl.layouts.compile import megatron_ranks, sglang_ranks
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
@@ -92,14 +92,8 @@ class SyncPlan:
 def compile_sync(spec: SyncSpec) -> SyncPlan:
     """Layouts of every rank of both sides, and the plan between them."""
     table = load_table(spec.hf_config)
-    sources = {
-        rank: megatron_layouts(table, spec.trainer, rank, dtype=spec.trainer_dtype)
-        for rank in range(spec.trainer.world_size)
-    }
-    destinations = {
-        rank: sglang_layouts(table, spec.engine, rank, dtype=spec.engine_dtype)
-        for rank in range(spec.engine.world_size)
-    }
+    sources = megatron_ranks(table, spec.trainer, dtype=spec.trainer_dtype)
+    destinations = sglang_ranks(table, spec.engine, dtype=spec.engine_dtype)
     copies = make_plan(sources, destinations)
     return SyncPlan(sources, destinations, copies, plan_hash(copies))
 

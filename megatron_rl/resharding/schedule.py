@@ -1,0 +1,164 @@
+"""The messages of a weight sync. Each rank works out its own from the spec alone, and both sides agree on each."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from megatron_rl.layouts.boxes import DTYPE_BYTES
+from megatron_rl.layouts.compile import megatron_ranks, sglang_ranks
+from megatron_rl.models import load_table
+from megatron_rl.resharding.lanes import Lane
+from megatron_rl.resharding.messages import ALIGN_BYTES, Message, Piece
+from megatron_rl.resharding.plan import Flows, make_flows
+from megatron_rl.resharding.spec import SyncSpec
+from megatron_rl.resharding.tables import Side, cut, join, shift
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """What a rank keeps to work out its messages: all lanes, and the fragments they carry."""
+
+    spec: SyncSpec
+    flows: Flows
+    readers: dict[tuple[int, ...], int]
+    """Number of each set of readers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A message before its pieces are spelled out: what the same three parties share, up to the size of a message."""
+
+    number: int
+    src: int
+    readers: tuple[int, ...]
+    kind: str
+    fetcher: int
+    fragments: np.ndarray
+    """[n], in order."""
+
+
+def make_schedule(spec: SyncSpec) -> Schedule:
+    """Every rank that makes one from the same spec gets the same.
+
+    Raises: LayoutError when a topology cannot hold the model, or an element has no source or two.
+    """
+    table, placed = load_table(spec.hf_config), spec.placed()
+    sources = megatron_ranks(table, spec.trainer, dtype=spec.trainer_dtype)
+    targets = sglang_ranks(table, spec.engine, dtype=spec.engine_dtype)
+    joined = cut(join(sources, targets), _aligned_down(spec.bucket_bytes))
+    trainers, engines = dict(enumerate(placed.trainers)), dict(enumerate(placed.engines))
+    flows = make_flows(joined, trainers, engines, replicas=spec.engines)
+    sets = dict.fromkeys(lane.readers for lane in flows.lanes.lanes)
+    return Schedule(spec, flows, {who: i for i, who in enumerate(sets)})
+
+
+def sends(schedule: Schedule, rank: int) -> tuple[Message, ...]:
+    """What trainer rank `rank` packs, in ascending order; the pieces lie in its own tensors."""
+    source = schedule.flows.joined.source
+    boxes = source.boxes_of(rank)
+    area = schedule.flows.joined.piece
+    lanes = [lane for lane in schedule.flows.lanes.lanes if rank in lane.pool]
+    return _messages(schedule, bundles(schedule, lanes, src=rank), source, lambda f: boxes[int(area[f])][:1])
+
+
+def receives(schedule: Schedule, reader: int) -> tuple[Message, ...]:
+    """What engine rank `reader` (engine * its world size + rank) unpacks, in ascending order, into its own tensors."""
+    target = schedule.flows.joined.target
+    boxes = target.boxes_of(reader % schedule.spec.engine.world_size)
+    area = schedule.flows.joined.want
+    lanes = [lane for lane in schedule.flows.lanes.lanes if reader in lane.readers]
+    return _messages(schedule, bundles(schedule, lanes), target, lambda f: boxes[int(area[f])])
+
+
+def needed_bytes(schedule: Schedule, reader: int) -> int:
+    """Of the parameters of engine rank `reader`, padding left out, that no trainer rank on its own device holds."""
+    joined, placed = schedule.flows.joined, schedule.spec.placed()
+    near = {rank for rank, place in enumerate(placed.trainers) if place == placed.engines[reader]}
+    held, wanted = joined.source.areas, joined.target.areas
+    rank = reader % schedule.spec.engine.world_size
+    is_near = np.array([not near.isdisjoint(ranks) for ranks in held.sets], bool)
+    is_mine = np.array([rank in ranks for ranks in wanted.sets], bool)
+    counted = is_mine[wanted.ranks[joined.want]] & ~is_near[held.ranks[joined.piece]]
+    return int(joined.nbytes[counted].sum())
+
+
+def bundles(schedule: Schedule, lanes: Iterable[Lane], *, src: int | None = None) -> Iterator[Bundle]:
+    """All messages of some lanes, or those that `src` sends.
+
+    `lanes` must be in the schedule's order and, for every sender and set of readers that is asked about, all of theirs:
+    then each party packs alike.
+    """
+    flows = schedule.flows
+    runs: dict[tuple[int, tuple[int, ...], str, int], list[np.ndarray]] = {}
+    for lane in lanes:
+        fragments = flows.fragments(lane.flows)
+        for sender, fetcher, run in flows.lanes.deal(lane, flows.joined.nbytes[fragments]):
+            if src in (None, sender):
+                runs.setdefault((sender, lane.readers, lane.kind, fetcher), []).append(fragments[run])
+    for (sender, readers, kind, fetcher), parts in runs.items():
+        fragments = np.concatenate(parts)
+        for k, part in enumerate(_packed(fragments, flows.joined.nbytes[fragments], schedule.spec.bucket_bytes)):
+            yield Bundle(_number(schedule, k, sender, readers, fetcher), sender, readers, kind, fetcher, part)
+
+
+def _number(schedule: Schedule, k: int, src: int, readers: tuple[int, ...], fetcher: int) -> int:
+    """Where the k-th message between these parties stands in the one order of all messages.
+
+    One order for all cannot deadlock: of the messages that are not done, the lowest has only parties that are done with
+    everything before it, so nobody whom it needs waits for another one. And links work side by side: for given k, in
+    round n sender i sends to reader i + n (modulo the longer side), so that the senders of a round address different
+    readers, and a sender has written one message to each of its readers before it writes a second one to any.
+    """
+    ranks = max(schedule.spec.trainer.world_size, schedule.spec.readers)
+    number = ((k * ranks + (fetcher - src) % ranks) * ranks + src) * len(schedule.readers) + schedule.readers[readers]
+    assert number < 2**63, (k, src, readers, fetcher)
+    return number
+
+
+def _packed(fragments: np.ndarray, nbytes: np.ndarray, bucket_bytes: int) -> Iterator[np.ndarray]:
+    """As many fragments to a message as fit, in order."""
+    ends = np.cumsum(_aligned(nbytes))
+    first, used = 0, 0
+    while first < len(fragments):
+        end = int(np.searchsorted(ends, used + bucket_bytes, "right"))
+        assert end > first, (nbytes[first], bucket_bytes)
+        yield fragments[first:end]
+        first, used = end, int(ends[end - 1])
+
+
+def _messages(
+    schedule: Schedule, found: Iterable[Bundle], side: Side, boxes_of: Callable[[int], list[int]]
+) -> tuple[Message, ...]:
+    """Spell out bundles; `boxes_of`: a fragment -> the boxes of `side` it lies in on the rank that asks."""
+    joined = schedule.flows.joined
+    target, wanted = joined.target, joined.target.areas
+    messages = []
+    for bundle in sorted(found, key=lambda bundle: bundle.number):
+        at, pieces = 0, []
+        digest = hashlib.blake2b(digest_size=16)
+        starts, sizes = joined.start[bundle.fragments].tolist(), joined.size[bundle.fragments].tolist()
+        parties = bundle.src, bundle.readers, bundle.kind, bundle.fetcher
+        digest.update(repr((bundle.number, *parties)).encode())
+        for f, start, size in zip(bundle.fragments.tolist(), starts, sizes, strict=True):
+            any_box = int(wanted.box[joined.want[f]])
+            hf, dtype = target.boxes[any_box].hf, target.tensors[target.tensor[any_box]].dtype
+            shape = tuple(size[: len(target.boxes[any_box].shape)])
+            digest.update(repr((hf, start, size, dtype, at)).encode())
+            for box in boxes_of(f):
+                name = side.tensors[side.tensor[box]].name
+                pieces.append(Piece(name, shift(side.boxes[box], start), shape, dtype, at))
+            at += _aligned(prod(shape) * DTYPE_BYTES[dtype])
+        payload = int(joined.nbytes[bundle.fragments].sum())
+        messages.append(Message(bundle.number, *parties, at, payload, digest.hexdigest(), tuple(pieces)))
+    return tuple(messages)
+
+
+def _aligned[N: (int, np.ndarray)](nbytes: N) -> N:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _aligned_down(nbytes: int) -> int:
+    return nbytes // ALIGN_BYTES * ALIGN_BYTES

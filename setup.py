@@ -19,7 +19,11 @@ setup(
     description="Megatron-native reinforcement learning for MoE language models",
     license="Apache-2.0",
     python_requires=">=3.12",
-    packages=[*find_packages(include=["megatron_rl", "megatron_rl.*"]), "megatron_rl.configs", "megatron_rl_kernels"],
+    packages=[
+        *find_packages(include=["megatron_rl", "megatron_rl.*"]),
+        "megatron_rl.configs",
+        *find_packages("kernels"),
+    ],
     package_dir={"megatron_rl.configs": "configs", "megatron_rl_kernels": "kernels/megatron_rl_kernels"},
     package_data={
         "megatron_rl.configs": ["*.yaml", "*/*.yaml"],

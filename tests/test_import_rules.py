@@ -77,6 +77,15 @@ def test_a_clone_that_is_not_installed_finds_its_kernels() -> None:
     assert out.stdout.strip() == str(ROOT.parent / "kernels" / "megatron_rl_kernels" / "__init__.py"), out.stderr
 
 
+def test_kernels_are_imported_where_they_are_used() -> None:
+    """A process on a CPU would pay for Triton in seconds and memory."""
+    code = "import sys, megatron_rl, megatron_rl_kernels; print('triton' in sys.modules, 'torch' in sys.modules)"
+
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True)
+
+    assert out.stdout == "False True\n", out.stderr
+
+
 def test_nothing_shadows_the_package_kernels() -> None:
     """PyPI's `kernels`, which transformers and SGLang import, must win over our folder of that name."""
     assert not (ROOT.parent / "kernels" / "__init__.py").exists()

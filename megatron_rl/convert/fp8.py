@@ -17,8 +17,6 @@ from megatron_rl.formats.hf_files import Stored
 from megatron_rl.models.family import HfConfig
 
 DTYPE, SCALE, BLOCK = "float8_e4m3fn", "_scale_inv", 128
-LARGEST = 448.0
-"""Of e4m3."""
 SCALE_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """How numpy reads scales: DeepSeek's are float32, Qwen3's bfloat16 or float16."""
 CONFIG = {
@@ -113,17 +111,13 @@ E4M3 = _e4m3()
 def quantize(data: np.ndarray, *, dtype: str, columns: int) -> tuple[bytes, bytes]:
     """(e4m3 bytes, float32 scale bytes) of whole rows, the first of which begins a block. data: uint8."""
     import torch
+    from megatron_rl_kernels.reference import quantize_boxes
 
-    values = torch.from_numpy(data).view(getattr(torch, dtype)).view(-1, columns).float()
-    high, wide = scale_shape(tuple(values.shape))
-    padded = values.new_zeros(high * BLOCK, wide * BLOCK)
-    padded[: len(values), :columns] = values
-    blocks = padded.view(high, BLOCK, wide, BLOCK)
-    largest = blocks.abs().amax(dim=(1, 3))
-    scale = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
-    quantized = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).view(padded.shape)
-    exact = quantized.view(torch.uint8)[: len(values), :columns].contiguous()
-    return exact.numpy().tobytes(), scale.numpy().tobytes()
+    values = torch.from_numpy(data).view(getattr(torch, dtype)).view(-1, columns)
+    quantized = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(scale_shape(tuple(values.shape)))
+    quantize_boxes([quantized], [scale], [[values]])
+    return quantized.view(torch.uint8).numpy().tobytes(), scale.numpy().tobytes()
 
 
 def config_of(config: Mapping[str, Any]) -> HfConfig:

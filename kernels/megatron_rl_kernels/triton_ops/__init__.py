@@ -1,0 +1,1 @@
+"""Each operation of the package as a Triton kernel."""

@@ -36,6 +36,8 @@ class Bundle:
     readers: tuple[int, ...]
     kind: str
     fetcher: int
+    nbytes: int
+    payload_bytes: int
     fragments: np.ndarray
     """[n], in order."""
 
@@ -75,13 +77,19 @@ def receives(schedule: Schedule, reader: int) -> tuple[Message, ...]:
 
 def needed_bytes(schedule: Schedule, reader: int) -> int:
     """Of the parameters of engine rank `reader`, padding left out, that no trainer rank on its own device holds."""
-    joined, placed = schedule.flows.joined, schedule.spec.placed()
-    near = {rank for rank, place in enumerate(placed.trainers) if place == placed.engines[reader]}
+    placed = schedule.spec.placed()
+    near = [rank for rank, place in enumerate(placed.trainers) if place == placed.engines[reader]]
+    return lacking_bytes(schedule, [reader], near)
+
+
+def lacking_bytes(schedule: Schedule, readers: Iterable[int], trainers: Iterable[int]) -> int:
+    """What any of `readers` wants, each byte once, and none of `trainers` holds. Of layouts alone, not of messages."""
+    joined = schedule.flows.joined
     held, wanted = joined.source.areas, joined.target.areas
-    rank = reader % schedule.spec.engine.world_size
+    who, near = {r % schedule.spec.engine.world_size for r in readers}, set(trainers)
     is_near = np.array([not near.isdisjoint(ranks) for ranks in held.sets], bool)
-    is_mine = np.array([rank in ranks for ranks in wanted.sets], bool)
-    counted = is_mine[wanted.ranks[joined.want]] & ~is_near[held.ranks[joined.piece]]
+    is_wanted = np.array([not who.isdisjoint(ranks) for ranks in wanted.sets], bool)
+    counted = is_wanted[wanted.ranks[joined.want]] & ~is_near[held.ranks[joined.piece]]
     return int(joined.nbytes[counted].sum())
 
 
@@ -100,8 +108,10 @@ def bundles(schedule: Schedule, lanes: Iterable[Lane], *, src: int | None = None
                 runs.setdefault((sender, lane.readers, lane.kind, fetcher), []).append(fragments[run])
     for (sender, readers, kind, fetcher), parts in runs.items():
         fragments = np.concatenate(parts)
-        for k, part in enumerate(_packed(fragments, flows.joined.nbytes[fragments], schedule.spec.bucket_bytes)):
-            yield Bundle(_number(schedule, k, sender, readers, fetcher), sender, readers, kind, fetcher, part)
+        packed = _packed(flows.joined.nbytes[fragments], schedule.spec.bucket_bytes)
+        for k, (part, nbytes, payload) in enumerate(packed):
+            number = _number(schedule, k, sender, readers, fetcher)
+            yield Bundle(number, sender, readers, kind, fetcher, nbytes, payload, fragments[part])
 
 
 def _number(schedule: Schedule, k: int, src: int, readers: tuple[int, ...], fetcher: int) -> int:
@@ -118,14 +128,14 @@ def _number(schedule: Schedule, k: int, src: int, readers: tuple[int, ...], fetc
     return number
 
 
-def _packed(fragments: np.ndarray, nbytes: np.ndarray, bucket_bytes: int) -> Iterator[np.ndarray]:
-    """As many fragments to a message as fit, in order."""
+def _packed(nbytes: np.ndarray, bucket_bytes: int) -> Iterator[tuple[slice, int, int]]:
+    """As many fragments to a message as fit, in order: (which, bytes with alignment, and without)."""
     ends = np.cumsum(_aligned(nbytes))
     first, used = 0, 0
-    while first < len(fragments):
-        end = int(np.searchsorted(ends, used + bucket_bytes, "right"))
+    while first < len(nbytes):
+        end = int(ends.searchsorted(used + bucket_bytes, "right"))
         assert end > first, (nbytes[first], bucket_bytes)
-        yield fragments[first:end]
+        yield slice(first, end), int(ends[end - 1]) - used, int(nbytes[first:end].sum())
         first, used = end, int(ends[end - 1])
 
 
@@ -139,10 +149,10 @@ def _messages(
     for bundle in sorted(found, key=lambda bundle: bundle.number):
         at, pieces = 0, []
         digest = hashlib.blake2b(digest_size=16)
-        starts, sizes = joined.start[bundle.fragments].tolist(), joined.size[bundle.fragments].tolist()
+        starts, shapes = joined.start[bundle.fragments].tolist(), joined.size[bundle.fragments].tolist()
         parties = bundle.src, bundle.readers, bundle.kind, bundle.fetcher
         digest.update(repr((bundle.number, *parties)).encode())
-        for f, start, size in zip(bundle.fragments.tolist(), starts, sizes, strict=True):
+        for f, start, size in zip(bundle.fragments.tolist(), starts, shapes, strict=True):
             any_box = int(wanted.box[joined.want[f]])
             hf, dtype = target.boxes[any_box].hf, target.tensors[target.tensor[any_box]].dtype
             shape = tuple(size[: len(target.boxes[any_box].shape)])
@@ -151,8 +161,9 @@ def _messages(
                 name = side.tensors[side.tensor[box]].name
                 pieces.append(Piece(name, shift(side.boxes[box], start), shape, dtype, at))
             at += _aligned(prod(shape) * DTYPE_BYTES[dtype])
-        payload = int(joined.nbytes[bundle.fragments].sum())
-        messages.append(Message(bundle.number, *parties, at, payload, digest.hexdigest(), tuple(pieces)))
+        assert at == bundle.nbytes, (at, bundle)
+        sizes = bundle.nbytes, bundle.payload_bytes
+        messages.append(Message(bundle.number, *parties, *sizes, digest.hexdigest(), tuple(pieces)))
     return tuple(messages)
 
 

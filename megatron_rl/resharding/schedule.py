@@ -118,12 +118,14 @@ def _number(schedule: Schedule, k: int, src: int, readers: tuple[int, ...], fetc
     """Where the k-th message between these parties stands in the one order of all messages.
 
     One order for all cannot deadlock: of the messages that are not done, the lowest has only parties that are done with
-    everything before it, so nobody whom it needs waits for another one. And links work side by side: for given k, in
-    round n sender i sends to reader i + n (modulo the longer side), so that the senders of a round address different
-    readers, and a sender has written one message to each of its readers before it writes a second one to any.
+    everything before it, so nobody whom it needs waits for another one. And links work side by side: a sender writes
+    one message to each of its readers before it writes a second to any, and in round n of each such turn the senders,
+    spread out over the readers, each address the reader n places on: no reader is addressed by two, unless there are
+    more senders than readers.
     """
-    ranks = max(schedule.spec.trainer.world_size, schedule.spec.readers)
-    number = ((k * ranks + (fetcher - src) % ranks) * ranks + src) * len(schedule.readers) + schedule.readers[readers]
+    senders, targets = schedule.spec.trainer.world_size, schedule.spec.readers
+    turn = (fetcher - src * targets // senders) % targets
+    number = ((k * targets + turn) * senders + src) * len(schedule.readers) + schedule.readers[readers]
     assert number < 2**63, (k, src, readers, fetcher)
     return number
 

@@ -1,5 +1,6 @@
 """Who sends to whom, by hand."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -80,14 +81,16 @@ def apart(spec: SyncSpec) -> SyncSpec:
     return replace(spec, placement=Placement(tuple(places[:ours]), tuple(places[ours:])))
 
 
-def test_the_senders_of_a_round_address_different_readers() -> None:
-    spec = apart(replace(make_spec("qwen3_moe", "pp2_vpp2_ep2", "tp2"), engines=2))
+@pytest.mark.parametrize(("engines", "at_once"), [(1, 2), (2, 1), (3, 1)])
+def test_the_senders_of_a_round_address_different_readers(engines: int, at_once: int) -> None:
+    spec = apart(replace(make_spec("qwen3_moe", "pp2_vpp2_ep2", "tp2"), engines=engines))
     schedule = make_schedule(spec)
     order = sorted((m for r in range(4) for m in sends(schedule, r)), key=lambda m: m.number)
 
-    assert len(order) == 16 and {m.kind for m in order} == {"network"}
-    for at in range(0, 16, 4):
-        assert {m.src for m in order[at : at + 4]} == {m.fetcher for m in order[at : at + 4]} == {0, 1, 2, 3}
+    assert len(order) == 4 * spec.readers and {m.kind for m in order} == {"network"}
+    for at in range(0, len(order), 4):
+        assert {m.src for m in order[at : at + 4]} == {0, 1, 2, 3}
+        assert max(Counter(m.fetcher for m in order[at : at + 4]).values()) == at_once
 
 
 def test_digests_differ_when_the_two_sides_do() -> None:

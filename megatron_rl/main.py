@@ -66,6 +66,7 @@ def _interrupt(*_: object) -> None:
 def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     """Read data and model, start what `config.mode` needs, run its loop, export. `stack` ends what was started."""
     from megatron_rl.algorithms.recipes import find_recipe
+    from megatron_rl.cluster import gather
     from megatron_rl.controller import Parts, sample, train
     from megatron_rl.data.prompts import load_prompts
     from megatron_rl.data.sources import characters, read_questions
@@ -112,11 +113,12 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
         train(config, Parts(**training, engine=replay, reward=replay, recipe=recipe, weights=replay))
     else:
         verify_every = config.weights.verify_every if config.weights.verify else 0
-        sync = EngineSync(trainer, fleet, sync_spec(config, hf), verify_every=verify_every)
+        wait = partial(gather, what="Weight sync", timeout_s=config.trainer.step_timeout_s, logs=run.logs)
+        sync = EngineSync(trainer, fleet, sync_spec(config, hf), gather=wait, verify_every=verify_every)
         train(config, Parts(**training, engine=fleet, reward=scoring, recipe=recipe, weights=sync))
     metrics.status("exporting the weights")
-    with written_whole(run.hf) as partial:
-        trainer.export(partial)
+    with written_whole(run.hf) as unfinished:
+        trainer.export(unfinished)
     metrics.summary(results(run))
 
 
@@ -231,6 +233,7 @@ def sync_spec(config: Config, hf: dict[str, Any]) -> Any:
         engine=engine_of(config),
         trainer_dtype=config.trainer.dtype,
         engine_dtype=config.rollout.dtype,
+        engines=config.rollout.engines,
     )
 
 

@@ -52,3 +52,8 @@ class Message:
     """Of everything above and of the pieces' HF rectangles, dtypes and positions: equal on both sides, or the two sides
     computed different plans."""
     pieces: tuple[Piece, ...]
+
+    @property
+    def takers(self) -> tuple[int, ...]:
+        """The readers that the sender itself deals with."""
+        return (self.fetcher,) if self.kind == "network" else self.readers

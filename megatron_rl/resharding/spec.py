@@ -5,13 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_rl.errors import LayoutError
-from megatron_rl.layouts.boxes import TensorLayout
-from megatron_rl.layouts.compile import megatron_ranks, sglang_ranks
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
-from megatron_rl.models import load_table
 from megatron_rl.resharding.messages import ALIGN_BYTES
-from megatron_rl.resharding.plan import Copy, make_plan, plan_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,42 +76,51 @@ class SyncSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncPlan:
-    """The copies of one spec, and the layouts they lie between."""
+class Push:
+    """One transfer of the weights, as every rank of both sides is told of it."""
 
-    sources: dict[int, tuple[TensorLayout, ...]]
-    destinations: dict[int, tuple[TensorLayout, ...]]
-    copies: tuple[Copy, ...]
-    hash: str
-
-
-def compile_sync(spec: SyncSpec) -> SyncPlan:
-    """Layouts of every rank of both sides, and the plan between them."""
-    table = load_table(spec.hf_config)
-    sources = megatron_ranks(table, spec.trainer, dtype=spec.trainer_dtype)
-    destinations = sglang_ranks(table, spec.engine, dtype=spec.engine_dtype)
-    copies = make_plan(sources, destinations)
-    return SyncPlan(sources, destinations, copies, plan_hash(copies))
+    meeting: str
+    """host:port of the TCPStore where ranks find each other."""
+    session: str
+    """Secret name of the links; another one after a push that failed."""
+    version: int
+    compare: bool = False
+    """Compare the engines' parameters with the trainer's, and write nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """Where one trainer rank's part of one engine rank's weights lies."""
+class SendReport:
+    """What one trainer rank did. Times in seconds."""
 
-    src_rank: int
-    dst_rank: int
-    path: str
-    nbytes: int
-    plan_hash: str
-    """Of the plan it was packed by."""
-    digest: str
-    """xxh3-128 of the bucket."""
+    pack_s: float
+    check_s: float
+    """Digests."""
+    wait_s: float
+    """For takers."""
+    staging_bytes: int
+    """Memory beside the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What one engine rank did with one version of the weights."""
+    """What one engine rank did."""
 
     received_bytes: int
+    """Counted where they were taken out of a peer's memory or the network; those of the own device left out."""
     needed_bytes: int
-    """Of the rank's parameters, padding left out."""
+    """Of the rank's parameters, without padding and what a trainer rank on the own device holds."""
+    unpack_s: float
+    check_s: float
+    wait_s: float
+    staging_bytes: int
+
+
+def trainer_name(rank: int) -> str:
+    """As errors name it."""
+    return f"trainer rank {rank}"
+
+
+def engine_name(spec: SyncSpec, reader: int) -> str:
+    """As errors name engine rank `reader`, counted over all engines."""
+    engine, rank = divmod(reader, spec.engine.world_size)
+    return f"engine {engine} rank {rank}"

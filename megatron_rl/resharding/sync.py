@@ -1,12 +1,14 @@
-"""One push of the trainer's weights into every engine, from pause to commit. The driver moves addresses only."""
+"""One push of the trainer's weights into every engine, from pause to commit. Bytes go from rank to rank, not here."""
 
 import logging
+import secrets
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 from megatron_rl.errors import SyncError
-from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec
+from megatron_rl.resharding.spec import LoadReport, Push, SendReport, SyncSpec
 
 logger = logging.getLogger(__name__)
 
@@ -14,8 +16,12 @@ logger = logging.getLogger(__name__)
 class WeightSender(Protocol):
     """The trainer, as far as a push needs it."""
 
-    def send_weights(self, spec: SyncSpec) -> Sequence[Bucket]:
-        """Every rank packs what the engines' ranks need; the buckets of all ranks."""
+    def meeting(self) -> str:
+        """host:port of a TCPStore that all ranks reach."""
+        ...
+
+    def sending(self, spec: SyncSpec, push: Push) -> Mapping[str, Any]:
+        """Start to send on every rank. Returns: a call for each, by the process's name, that ends in a SendReport."""
         ...
 
 
@@ -26,8 +32,8 @@ class WeightReceiver(Protocol):
         """Stop generating on every engine."""
         ...
 
-    def load_weights(self, spec: SyncSpec, buckets: Sequence[Bucket], *, verify: bool) -> list[list[LoadReport]]:
-        """Every engine replaces its weights, and with `verify` compares them with what was sent; [engine][rank]."""
+    def loading(self, spec: SyncSpec, push: Push) -> Mapping[str, Any]:
+        """Start to load on every engine. Returns: a call for each, which ends in the LoadReports of its ranks."""
         ...
 
     def commit(self, version: int) -> None:
@@ -38,42 +44,68 @@ class WeightReceiver(Protocol):
 class EngineSync:
     """Satisfies `protocols.WeightSync`."""
 
-    def __init__(self, sender: WeightSender, receiver: WeightReceiver, spec: SyncSpec, *, verify_every: int = 0):
-        """verify_every: versions that it divides are compared element by element after the load; 0 compares none."""
+    def __init__(
+        self,
+        sender: WeightSender,
+        receiver: WeightReceiver,
+        spec: SyncSpec,
+        *,
+        gather: Callable[[Mapping[str, Any]], Sequence[Any]],
+        verify_every: int = 0,
+    ):
+        """gather: the results of calls, in order; raises with the first failure.
+
+        verify_every: versions that it divides are compared element by element after the load; 0 compares none.
+        """
         self._sender = sender
         self._receiver = receiver
         self._spec = spec
+        self._gather = gather
         self._verify_every = verify_every
+        self._session: str | None = None
 
     def push(self, *, version: int) -> dict[str, float]:
-        """Pause, pack, load and verify on every rank of every engine; only then commit `version` and generate again.
+        """Pause, and send, load and verify on every rank; only then commit `version` and generate again.
 
-        Raises: SyncError naming engine and rank; the engines stay paused, and serve no mixture of versions.
+        Raises: SyncError naming the ranks; the engines stay paused, and serve no mixture of versions.
         """
         times = [time.perf_counter()]
         self._receiver.pause()
         times.append(time.perf_counter())
-        buckets = self._sender.send_weights(self._spec)
+        session, self._session = self._session or secrets.token_hex(16), None
+        push = Push(self._sender.meeting(), session, version)
+        sent, loaded = self._move(push)
+        if self._verify_every and version % self._verify_every == 0:
+            self._move(replace(push, compare=True))
+        self._session = session
         times.append(time.perf_counter())
-        verify = self._verify_every > 0 and version % self._verify_every == 0
-        engines = self._receiver.load_weights(self._spec, buckets, verify=verify)
-        reports = [report for engine in engines for report in engine]
+        self._receiver.commit(version)
         times.append(time.perf_counter())
-        received, needed = sum(r.received_bytes for r in reports), sum(r.needed_bytes for r in reports)
+        pause_s, move_s, commit_s = (b - a for a, b in zip(times, times[1:], strict=False))
+        received = sum(r.received_bytes for r in loaded)
+        both: list[SendReport | LoadReport] = [*sent, *loaded]
+        logger.info("synced version %d: %.3f GB in %.2f s", version, received / 1e9, times[-1] - times[0])
+        return {
+            "sync/bytes_received": float(received),
+            "sync/bytes_needed": float(sum(r.needed_bytes for r in loaded)),
+            "sync/staging_bytes": float(max(r.staging_bytes for r in both)),
+            "sync/pause_s": pause_s,
+            "sync/move_s": move_s,
+            "sync/commit_s": commit_s,
+            "sync/pack_s": max(r.pack_s for r in sent),
+            "sync/unpack_s": max(r.unpack_s for r in loaded),
+            "sync/check_s": max(r.check_s for r in both),
+        }
+
+    def _move(self, push: Push) -> tuple[list[SendReport], list[LoadReport]]:
+        """Run both sides. Raises: SyncError when a rank got more or less than its parameters hold."""
+        sending, loading = self._sender.sending(self._spec, push), self._receiver.loading(self._spec, push)
+        reports = self._gather({**sending, **loading})
+        loaded = [report for engine in reports[len(sending) :] for report in engine]
+        received, needed = sum(r.received_bytes for r in loaded), sum(r.needed_bytes for r in loaded)
         if received != needed:
             raise SyncError(
                 f"The engines' parameters take {needed} bytes and {received} arrived: the layout table leaves out or "
                 "repeats part of a parameter. The engines stay paused."
             )
-        self._receiver.commit(version)
-        times.append(time.perf_counter())
-        pause_s, pack_s, load_s, commit_s = (b - a for a, b in zip(times, times[1:], strict=False))
-        logger.info("synced version %d: %.3f GB in %.2f s", version, received / 1e9, times[-1] - times[0])
-        return {
-            "sync/bytes_received": float(received),
-            "sync/bytes_needed": float(needed),
-            "sync/pause_s": pause_s,
-            "sync/pack_s": pack_s,
-            "sync/load_s": load_s,
-            "sync/commit_s": commit_s,
-        }
+        return list(reports[: len(sending)]), loaded

@@ -11,7 +11,7 @@ from megatron_rl.cluster import Pool, gather
 from megatron_rl.config import RolloutConfig, SamplingConfig
 from megatron_rl.errors import BackendError, DataError
 from megatron_rl.formats.torch_dist import is_torch_dist
-from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec
+from megatron_rl.resharding.spec import Push, SyncSpec
 from megatron_rl.rollout.options import ServerSettings
 from megatron_rl.rollout.server import Answers, Request, Server
 from megatron_rl.types import Prompt, Sample
@@ -94,9 +94,12 @@ class Fleet:
         """Stop generating on every engine."""
         self._call("pause", what="Pausing the engines")
 
-    def load_weights(self, spec: SyncSpec, buckets: Sequence[Bucket], *, verify: bool) -> list[list[LoadReport]]:
-        """Every engine replaces its weights; [engine][rank]. Raises: SyncError naming engine and rank."""
-        return self._call("load_weights", spec, buckets, verify=verify, what="Loading weights into the engines")
+    def loading(self, spec: SyncSpec, push: Push) -> dict[str, Any]:
+        """Start to replace the weights of every engine; each call ends in the LoadReports of its ranks."""
+        return {
+            name: server.load_weights.remote(spec, push, engine=i)
+            for i, (name, server) in enumerate(self._servers.items())
+        }
 
     def commit(self, version: int) -> None:
         """Every engine takes the version and generates again."""
@@ -161,8 +164,8 @@ class Fleet:
                 "was restarted or updated behind the fleet's back. Resume with the same command."
             )
 
-    def _call(self, method: str, *args: Any, what: str, **options: Any) -> list[Any]:
-        calls = {name: getattr(server, method).remote(*args, **options) for name, server in self._servers.items()}
+    def _call(self, method: str, *args: Any, what: str) -> list[Any]:
+        calls = {name: getattr(server, method).remote(*args) for name, server in self._servers.items()}
         return gather(calls, what=what, timeout_s=CONTROL_TIMEOUT_S, logs=self._logs)
 
 

@@ -1,7 +1,7 @@
-"""Runs inside SGLang's scheduler processes: takes a new version of the weights out of shared memory.
+"""Runs inside SGLang's scheduler processes: takes a new version of the weights from the trainer's ranks.
 
-A message is JSON: {"spec", "buckets": [one list per engine rank], "verify"}. `spec` is there when it changed. Errors go
-back to the caller, by rank, and the server lives on: paused, until a push succeeds.
+A message is JSON: {"spec", "engine", "push"}. `spec` is there when it changed. Errors go back to the caller, by rank,
+and the server lives on: paused, until a push succeeds.
 """
 
 import json
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
 
 from megatron_rl.errors import SyncError
-from megatron_rl.resharding.execute import Receiver
-from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec
+from megatron_rl.resharding.receiver import Receiver
+from megatron_rl.resharding.spec import Push, SyncSpec
 from megatron_rl.rollout.options import LOADER
 
 _STATE = "_megatron_rl"
@@ -25,24 +25,24 @@ _STATE = "_megatron_rl"
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """SGLang's custom weight loader: bring `model` to what the message describes.
 
-    Raises: LayoutError when the model is not what the layout table declares; SyncError when a bucket is not as sent.
+    Raises: LayoutError when the model is not what the layout table declares; SyncError when the push fails.
     """
     message = json.loads(named_tensors[0][1].cpu().numpy().tobytes())
     rank = get_parallel().tp_rank
     state: dict[str, Any] = model.__dict__.setdefault(_STATE, {})
     if message["spec"] is not None:
-        state["receiver"] = Receiver(SyncSpec.from_json(message["spec"]), rank, dict(model.named_parameters()))
+        if "receiver" in state:
+            state.pop("receiver").close()
+        spec = SyncSpec.from_json(message["spec"])
+        reader = message["engine"] * spec.engine.world_size + rank
+        state["receiver"] = Receiver(spec, reader, dict(model.named_parameters()))
     if "receiver" not in state:
         raise SyncError(f"engine rank {rank} has no plan yet: the first message to a server must carry the spec.")
-    receiver: Receiver = state["receiver"]
-    buckets = [Bucket(**b) for b in message["buckets"][rank]]
-    received = receiver.load(buckets)
-    if hasattr(model, "post_load_weights"):
+    push = Push(**message["push"])
+    state["report"] = asdict(state["receiver"].receive(push))
+    if hasattr(model, "post_load_weights") and not push.compare:
         # MLA attends with matrices derived from kv_b_proj; SGLang does not refresh them after a custom loader.
         model.post_load_weights()  # type: ignore[operator]
-    if message["verify"]:
-        receiver.verify(buckets)
-    state["report"] = asdict(LoadReport(received, receiver.needed_bytes))
 
 
 def report_instead_of_raising(

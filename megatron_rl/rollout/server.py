@@ -15,7 +15,7 @@ import numpy as np
 import requests
 
 from megatron_rl.errors import BackendError, SyncError
-from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec
+from megatron_rl.resharding.spec import LoadReport, Push, SyncSpec
 from megatron_rl.rollout.options import LOADER, ServerSettings
 from megatron_rl.rollout.process import ServerProcess
 from megatron_rl.types import Rollouts
@@ -108,17 +108,17 @@ class Server:
         """Stop generating; running requests wait and lose their cached keys and values."""
         self._post("/pause_generation", {"mode": "retract"})
 
-    def load_weights(self, spec: SyncSpec, buckets: Sequence[Bucket], *, verify: bool = False) -> list[LoadReport]:
-        """Replace every weight by what lies in `buckets`; the server must be paused. One report per rank.
+    def load_weights(self, spec: SyncSpec, push: Push, *, engine: int = 0) -> list[LoadReport]:
+        """Take every weight from the trainer's ranks, which send at the same time; the server must be paused.
 
-        verify: compare every element afterwards with what was sent.
+        `engine` is this one's number among those of `spec`. Returns: one report per rank.
 
-        Raises: SyncError naming the engine rank; the server then generates no more until a load has succeeded.
+        Raises: SyncError naming the ranks; the server then generates no more until a load has succeeded.
         """
         message = {
             "spec": None if spec == self._spec else spec.to_json(),
-            "buckets": [[asdict(b) for b in buckets if b.dst_rank == rank] for rank in range(self.settings.tp)],
-            "verify": verify,
+            "engine": engine,
+            "push": asdict(push),
         }
         serialized = base64.b64encode(pickle.dumps(json.dumps(message).encode())).decode()
         update = {

@@ -10,7 +10,7 @@ import ray
 from megatron_rl.algorithms.recipes import RECIPES
 from megatron_rl.cluster import Pool, gather
 from megatron_rl.config import Config
-from megatron_rl.resharding.spec import Bucket, SyncSpec
+from megatron_rl.resharding.spec import Push, SyncSpec
 from megatron_rl.trainer.rank_batch import split
 from megatron_rl.trainer.worker import Worker
 from megatron_rl.types import Batch
@@ -34,8 +34,8 @@ class MegatronTrainer:
             pool.spawn(self.worker, config, rank, str(model_directory), index=rank, log=logs / f"{_name(rank)}.log")
             for rank in range(config.trainer.world_size)
         ]
-        meeting = self._actors[0].address.remote()
-        self.starting = {_name(rank): actor.build.remote(meeting) for rank, actor in enumerate(self._actors)}
+        self._meeting = self._actors[0].address.remote()
+        self.starting = {_name(rank): actor.build.remote(self._meeting) for rank, actor in enumerate(self._actors)}
         """What each process's start will answer, by its name."""
         self._dp_of_rank: list[int] = []
 
@@ -80,9 +80,14 @@ class MegatronTrainer:
         directory.mkdir(parents=True, exist_ok=True)
         self._call("export", str(directory), what="Exporting the weights")
 
-    def send_weights(self, spec: SyncSpec) -> Sequence[Bucket]:
-        """Every rank packs what the engines' ranks need; the buckets of all ranks."""
-        return [bucket for buckets in self._call("send_weights", spec, what="Packing weights") for bucket in buckets]
+    def meeting(self) -> str:
+        """host:port of the TCPStore that rank 0 keeps."""
+        address: str = ray.get(self._meeting)
+        return address.removeprefix("tcp://")
+
+    def sending(self, spec: SyncSpec, push: Push) -> dict[str, Any]:
+        """Start to send on every rank; each call ends in a SendReport."""
+        return {_name(rank): actor.send_weights.remote(spec, push) for rank, actor in enumerate(self._actors)}
 
     def stop(self) -> None:
         """Let the ranks free what outlives them, and end them; also when some are dead already."""

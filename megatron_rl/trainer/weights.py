@@ -21,8 +21,8 @@ from megatron_rl.formats.hf_files import files_of, read_checkpoint, write_at
 from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.layouts.boxes import Box, TensorLayout
 from megatron_rl.layouts.table import Table
-from megatron_rl.resharding.execute import check_tensors, copy_view
 from megatron_rl.resharding.plan import Copy
+from megatron_rl.resharding.views import check_tensors, copy_view
 
 
 def named_tensors(chunks: Sequence[DistributedDataParallel], layouts: Sequence[TensorLayout]) -> dict[str, Tensor]:

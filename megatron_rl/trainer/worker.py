@@ -28,9 +28,9 @@ from megatron_rl.formats import hf_files
 from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.layouts.compile import hf_layouts, megatron_layouts, megatron_ranks
 from megatron_rl.models import load_architecture, load_table
-from megatron_rl.resharding.execute import Sender
 from megatron_rl.resharding.plan import make_plan
-from megatron_rl.resharding.spec import Bucket, SyncSpec
+from megatron_rl.resharding.sender import Sender
+from megatron_rl.resharding.spec import Push, SendReport, SyncSpec
 from megatron_rl.trainer import build, optim, state, step, weights
 from megatron_rl.trainer.micro_batch import MicroBatch, Row
 from megatron_rl.trainer.rank_batch import Logprobs, RankBatch, micro_batches, store
@@ -229,12 +229,12 @@ class Worker:
         weights.write_rectangles(root, self.tensors, mine)
         dist.barrier()
 
-    def send_weights(self, spec: SyncSpec) -> tuple[Bucket, ...]:
-        """Pack what this rank sends to the ranks of an engine. Any rank may call it alone."""
+    def send_weights(self, spec: SyncSpec, push: Push) -> SendReport:
+        """Give the engines' ranks what they need of this one, while they load."""
         key = json.dumps(spec.to_json(), sort_keys=True)
         if key not in self.senders:
             self.senders[key] = Sender(spec, self.rank)
-        return self.senders[key].pack(self.tensors)
+        return self.senders[key].send(self.tensors, push)
 
     def close(self) -> None:
         """Free what outlives the process."""

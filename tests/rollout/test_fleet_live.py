@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-import torch
 from safetensors.torch import load_file
 
 from megatron_rl import cluster
@@ -20,14 +19,14 @@ from megatron_rl.config import RewardConfig, RolloutConfig, SamplingConfig
 from megatron_rl.errors import BackendError, DataError, SyncError
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
-from megatron_rl.resharding.execute import Sender
-from megatron_rl.resharding.spec import Bucket, SyncSpec, compile_sync
+from megatron_rl.resharding.spec import SyncSpec
 from megatron_rl.resharding.sync import EngineSync
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.rollout.samples import read_samples
 from megatron_rl.rollout.scorer import Scoring
-from megatron_rl.trainer.weights import import_hf
 from megatron_rl.types import Prompt
+from tests.resharding.pushing import flip_a_bit
+from tests.rollout.pushes import RankHere, gather
 from tests.rollout.servers import START_TIMEOUT_S, checkpoint, hf_config
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
@@ -65,25 +64,9 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
         cluster.stop()
 
 
-class Trainer:
-    """One rank in this process."""
-
-    def __init__(self, path: Path, spec: SyncSpec, *, damage: bool = False):
-        layouts = compile_sync(spec).sources[0]
-        self.tensors = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in layouts}
-        import_hf(path, self.tensors, layouts)
-        self.sender, self.damage = Sender(spec, 0), damage
-
-    def send_weights(self, spec: SyncSpec) -> tuple[Bucket, ...]:
-        buckets = self.sender.pack(self.tensors)
-        if self.damage:
-            self.sender._buffers[0].bytes[100] ^= 1
-        return buckets
-
-
 def spec_of(path: Path) -> SyncSpec:
     trainer = MegatronTopology(world_size=1, num_layers=4)
-    return SyncSpec(hf_config(path), trainer, SglangTopology(), "float32", "float32")
+    return SyncSpec(hf_config(path), trainer, SglangTopology(), "float32", "float32", engines=ENGINES)
 
 
 def test_samples_come_in_order_and_again_with_the_same_seed(setting: Setting) -> None:
@@ -132,18 +115,27 @@ def test_scored_samples_are_recorded_and_replayed(setting: Setting) -> None:
         assert length == new.prompt_tokens and (old.reward, old.finish) == (new.reward, new.finish)
 
 
-def test_a_push_reaches_both_engines_and_a_damaged_one_leaves_them_paused(setting: Setting, tmp_path: Path) -> None:
+def test_a_push_reaches_both_engines_and_a_damaged_one_leaves_them_paused(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = checkpoint(tmp_path, "qwen3_moe", dtype="float32", seed=2)
     spec = spec_of(setting.path)
     before = setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
 
-    metrics = EngineSync(Trainer(other, spec), setting.fleet, spec).push(version=7)
+    sync, back = (
+        EngineSync(RankHere(path, spec), setting.fleet, spec, gather=gather) for path in (other, setting.path)
+    )
+    metrics = sync.push(version=7)
     pushed = setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
-    with pytest.raises(SyncError, match=r"engine-\d did not take the weights.*engine rank 0.*trainer rank 0.*digest"):
-        EngineSync(Trainer(setting.path, spec, damage=True), setting.fleet, spec).push(version=8)
+    with monkeypatch.context() as patch:
+        flip_a_bit(patch)
+        with pytest.raises(
+            SyncError, match=r"engine-\d did not take the weights.*engine \d rank 0.*trainer rank 0.*digest"
+        ):
+            back.push(version=8)
     with pytest.raises(SyncError, match="may hold a mixture of weights"):
         setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
-    EngineSync(Trainer(setting.path, spec), setting.fleet, spec).push(version=9)
+    back.push(version=9)
     healed = setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
 
     weights = sum(t.nbytes for t in load_file(other / "model.safetensors").values())

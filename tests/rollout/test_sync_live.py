@@ -6,20 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_rl.errors import SyncError
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
-from megatron_rl.resharding.execute import Sender
-from megatron_rl.resharding.spec import Bucket, LoadReport, SyncSpec, compile_sync
+from megatron_rl.resharding.spec import SyncSpec
 from megatron_rl.resharding.sync import EngineSync
 from megatron_rl.rollout.server import Server
 from megatron_rl.trainer import weights
 from megatron_rl.trainer.worker import Worker
+from tests.resharding.pushing import flip_a_bit
 from tests.rollout.conftest import Engines
+from tests.rollout.pushes import FirstRank, OneServer, RankHere, follow, gather
 from tests.rollout.servers import greedy_text, hf_config
 from tests.trainer.ranks import run_ranks
 from tests.trainer.setup import make_config
@@ -36,38 +35,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-class OneRank:
-    """The trainer as this rank sees it: every rank packs, and all get every bucket."""
-
-    def __init__(self, worker: Worker):
-        self.worker = worker
-
-    def send_weights(self, spec: SyncSpec) -> list[Bucket]:
-        packed: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(packed, self.worker.send_weights(spec))
-        return [bucket for buckets in packed for bucket in buckets]
-
-
-class FirstRankOnly:
-    """One server, called by the first rank alone; the others wait until it has answered."""
-
-    def __init__(self, server: Server):
-        self.server = server
-
-    def pause(self) -> None:
-        if dist.get_rank() == 0:
-            self.server.pause()
-
-    def load_weights(self, spec: SyncSpec, buckets: list[Bucket], *, verify: bool) -> list[list[LoadReport]]:
-        reports = [self.server.load_weights(spec, buckets, verify=verify)] if dist.get_rank() == 0 else []
-        dist.barrier()
-        return reports
-
-    def commit(self, version: int) -> None:
-        if dist.get_rank() == 0:
-            self.server.commit(version)
-
-
 def state_of(server: Server) -> tuple[list[dict[str, str]], list[int]]:
     """Checksum of every parameter of every rank, and greedy text, which sees MLA's derived matrices too."""
     return server.checksums(), greedy_text(server)
@@ -79,19 +46,26 @@ def push_both(
     """Push the other checkpoint, then their own, into both servers. [tp] -> (state between, state after, metrics)."""
     worker = Worker(make_config(parallel, world_size=world_size), rank, str(engines.other))
     worker.build(meeting)
-    syncs = {}
-    for tp, server in engines.servers.items():
-        spec = SyncSpec(hf_config(engines.path), worker.topology, SglangTopology(tp=tp), "float32", "float32")
-        syncs[tp] = EngineSync(OneRank(worker), FirstRankOnly(server), spec, verify_every=9)
-        syncs[tp].push(version=8)
-    states = {tp: state_of(server) for tp, server in engines.servers.items()} if rank == 0 else {}
+    found = {}
+    if rank == 0:
+        ranks, syncs, states = FirstRank(worker), {}, {}
+        for tp, server in engines.servers.items():
+            spec = SyncSpec(hf_config(engines.path), worker.topology, SglangTopology(tp=tp), "float32", "float32")
+            syncs[tp] = EngineSync(ranks, OneServer(server), spec, gather=gather, verify_every=9)
+            syncs[tp].push(version=8)
+            states[tp] = state_of(server)
+        ranks.release()
+    else:
+        follow(worker)
     weights.import_hf(engines.path, worker.tensors, worker.layouts)
     worker.export(str(export))
-    found = {}
-    for tp, server in engines.servers.items():
-        metrics = syncs[tp].push(version=9)
-        if rank == 0:
+    if rank == 0:
+        for tp, server in engines.servers.items():
+            metrics = syncs[tp].push(version=9)
             found[tp] = (states[tp], state_of(server), metrics)
+        ranks.release()
+    else:
+        follow(worker)
     worker.close()
     return found
 
@@ -102,19 +76,9 @@ def fresh(engines: Engines) -> Iterator[dict[int, Any]]:
     return {tp: state_of(server) for tp, server in engines.servers.items()}
 
 
-def push_here(server: Server, spec: SyncSpec, path: Path, **damage: Any) -> None:
-    """A push from one rank in this process; `damage` changes the bucket of the engine's last rank."""
-    sender, layouts = Sender(spec, 0), compile_sync(spec).sources[0]
-    tensors = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in layouts}
-    weights.import_hf(path, tensors, layouts)
-    *rest, last = sender.pack(tensors)
-    server.pause()
-    server.load_weights(spec, [*rest, replace(last, **damage)])
-    server.commit(9)
-    sender.close()
-
-
-def test_an_error_on_one_rank_names_it_and_a_later_push_heals(engines: Engines, fresh: dict[int, Any]) -> None:
+def test_an_error_on_one_rank_names_it_and_a_later_push_heals(
+    engines: Engines, fresh: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = engines.servers[2]
     good = SyncSpec(
         hf_config(engines.path),
@@ -122,21 +86,24 @@ def test_an_error_on_one_rank_names_it_and_a_later_push_heals(engines: Engines, 
         SglangTopology(tp=2),
         *["float32"] * 2,
     )
+    other = RankHere(engines.other, good)
+    sync = EngineSync(other, OneServer(server), good, gather=gather)
     narrow = replace(good, engine_dtype="bfloat16")
 
-    with pytest.raises(SyncError, match=r"engine rank 1: SyncError.*digest") as damaged:
-        push_here(server, good, engines.other, digest="0" * 32)
+    with monkeypatch.context() as patch:
+        flip_a_bit(patch)
+        with pytest.raises(SyncError, match=r"engine 0 rank \d: the \d+ bytes of message .*trainer rank 0 .*digest"):
+            sync.push(version=7)
     with pytest.raises(SyncError, match="may hold a mixture of weights"):
         greedy_text(server)
-    with pytest.raises(SyncError, match=r"engine rank 1: SyncError.*computed plan .* packed by"):
-        push_here(server, good, engines.other, plan_hash="1" * 32)
     with pytest.raises(
         SyncError, match=r"(?s)engine rank 0: LayoutError.*float32, declared .*engine rank 1: LayoutErr"
     ):
-        push_here(server, narrow, engines.other)
-    push_here(server, good, engines.path)
+        EngineSync(RankHere(engines.other, narrow), OneServer(server), narrow, gather=gather).push(version=8)
+    sync.push(version=9)
+    assert state_of(server) != fresh[2]
+    EngineSync(RankHere(engines.path, good), OneServer(server), good, gather=gather).push(version=10)
 
-    assert "engine rank 0" not in str(damaged.value)
     assert state_of(server) == fresh[2]
 
 

@@ -9,6 +9,7 @@ import os
 
 import torch
 import xxhash
+from torch import Tensor
 
 from megatron_rl.errors import SyncError
 
@@ -28,10 +29,6 @@ class SharedBuffer:
     def path(self) -> str:
         """A name that other processes of the same user can open."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def digest(self) -> str:
-        """xxh3-128 of the content."""
-        return xxhash.xxh3_128_hexdigest(self._memory)
 
     def close(self) -> None:
         """Let go of it; readers keep what they have mapped."""
@@ -67,6 +64,7 @@ class AttachedBuffer:
         except OSError:
             return True
 
-    def digest(self) -> str:
-        """xxh3-128 of the content."""
-        return xxhash.xxh3_128_hexdigest(self._memory)
+
+def digest(data: Tensor) -> str:
+    """xxh3-128 of uint8 [n]."""
+    return xxhash.xxh3_128_hexdigest(data.numpy())

@@ -1,0 +1,119 @@
+"""One trainer rank's half of a push: packs its messages, one after the other, and waits for those who take them."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from megatron_rl_kernels.reference import copy_boxes
+from torch import Tensor
+
+from megatron_rl.errors import SyncError
+from megatron_rl.layouts.compile import megatron_layouts
+from megatron_rl.models import load_table
+from megatron_rl.resharding.messages import Message
+from megatron_rl.resharding.schedule import make_schedule, sends
+from megatron_rl.resharding.spec import Push, SendReport, SyncSpec, engine_name, trainer_name
+from megatron_rl.resharding.timer import Timer
+from megatron_rl.resharding.transport.links import Session
+from megatron_rl.resharding.transport.network import Network, join_network
+from megatron_rl.resharding.transport.shm import digest
+from megatron_rl.resharding.transport.slots import Slots
+from megatron_rl.resharding.views import check_tensors, message_views, tensor_views
+
+
+class Sender:
+    """Keeps plan, buffers, views and links between pushes."""
+
+    def __init__(self, spec: SyncSpec, rank: int):
+        self._spec, self._rank, self._me = spec, rank, trainer_name(rank)
+        self._messages = sends(make_schedule(spec), rank)
+        self._layouts = megatron_layouts(load_table(spec.hf_config), spec.trainer, rank, dtype=spec.trainer_dtype)
+        self._slots = Slots(max((m.nbytes for m in self._messages), default=0))
+        self._takers = sorted({engine_name(spec, reader) for m in self._messages for reader in m.takers})
+        self._session: Session | None = None
+        self._network: Network | None = None
+        self._sending: dict[int, dist.Work] = {}
+        """By slot: what the network still moves out of it."""
+        self._addresses: tuple[int, ...] = ()
+        self._views: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+
+    @torch.no_grad()
+    def send(self, tensors: Mapping[str, Tensor], push: Push) -> SendReport:
+        """Give every engine rank what it needs of `tensors` (layout name -> local tensor); returns when all have it.
+
+        Raises: LayoutError when `tensors` are not what the table declares; SyncError when a peer fails or is gone.
+        """
+        timer = Timer()
+        try:
+            session = self._join(push)
+            self._bind(tensors)
+            for message in self._messages:
+                with timer("wait"):
+                    self._serve(session, until=lambda: self._slots.is_free)
+                with timer("pack"):
+                    memory = self._pack(tensors, message)
+                with timer("check"):
+                    found = digest(memory)
+                takers = {engine_name(self._spec, reader) for reader in message.takers}
+                description = {"number": message.number, "plan": message.digest, "version": push.version}
+                self._slots.offer(session, takers, message.nbytes, digest=found, **description)
+            with timer("wait"):
+                self._serve(session, until=lambda: self._slots.is_idle)
+            for link in session.takers.values():
+                link.send(end=push.version)
+            return SendReport(timer["pack"], timer["check"], timer["wait"], self._slots.nbytes)
+        except BaseException as error:
+            self.leave(str(error) if isinstance(error, SyncError) else f"{self._me}: {error!r}")
+            raise
+
+    def _join(self, push: Push) -> Session:
+        """The links of the push's session, made when it is a new one."""
+        if self._session is None or self._session.name != push.session:
+            self.leave("a new session began.")
+            self._session = session = Session(self._me, meeting=push.meeting, name=push.session)
+            session.connect(givers=[], takers=self._takers)
+            self._network = join_network(session, self._spec, self._rank)
+        return self._session
+
+    def leave(self, reason: str) -> None:
+        """Close the links, if there are any, and tell the peers why."""
+        if self._session is not None:
+            self._session.fail(reason)
+        self._session = self._network = None
+        self._sending.clear()
+        self._slots.reset()
+
+    def _bind(self, tensors: Mapping[str, Tensor]) -> None:
+        addresses = tuple(t.data_ptr() for t in tensors.values())
+        if addresses != self._addresses:
+            check_tensors(tensors, self._layouts, whose=self._me)
+            self._addresses, self._views = addresses, {}
+
+    def _pack(self, tensors: Mapping[str, Tensor], message: Message) -> Tensor:
+        """The filled slot."""
+        memory = self._slots.next(message.nbytes)
+        key = memory.data_ptr(), message.number
+        if key not in self._views:
+            self._views[key] = message_views(memory, message.pieces), tensor_views(tensors, message.pieces)
+        copy_boxes(*self._views[key])
+        return memory
+
+    def _serve(self, session: Session, *, until: Callable[[], bool]) -> None:
+        """Hear the takers."""
+        while not until():
+            for link in session.ready():
+                news = link.receive()
+                slot = news["slot"]
+                if "fetch_as" in news:
+                    assert self._network is not None, "only messages between nodes are fetched"
+                    self._sending[slot] = self._network.send(self._slots.filled(slot), news["fetch_as"])
+                    continue
+                if slot in self._sending:
+                    assert self._network is not None
+                    self._network.wait(self._sending.pop(slot))
+                self._slots.answered(slot, link.peer)
+
+    def close(self) -> None:
+        """Free the buffers and the links."""
+        self.leave(f"{self._me} was closed.")
+        self._slots.close()

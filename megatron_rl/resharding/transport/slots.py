@@ -1,0 +1,65 @@
+"""The giver's memory: two buffers, so that one is filled while takers read the other."""
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from megatron_rl.errors import SyncError
+from megatron_rl.resharding.transport.links import Session
+from megatron_rl.resharding.transport.shm import SharedBuffer
+
+SLOTS = 2
+
+
+class Slots:
+    """Filled in turn; a slot is free again when all its takers have answered."""
+
+    def __init__(self, nbytes: int):
+        """`nbytes` of the largest message; 0 when this process gives nothing."""
+        self.nbytes = SLOTS * nbytes
+        self._buffers = [SharedBuffer(nbytes) for _ in range(SLOTS)] if nbytes else []
+        self._waiting_for: list[set[str]] = [set() for _ in range(SLOTS)]
+        self._filled = [0] * SLOTS
+        self._next = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the next slot can be filled."""
+        return not self._waiting_for[self._next]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every taker has answered."""
+        return not any(self._waiting_for)
+
+    def next(self, nbytes: int) -> Tensor:
+        """Memory, uint8 [nbytes], of the slot to fill, which must be free."""
+        return self._buffers[self._next].bytes[:nbytes]
+
+    def offer(self, session: Session, takers: Collection[str], nbytes: int, **description: object) -> None:
+        """Tell `takers` that the next slot is filled, and go on to the other."""
+        slot, self._next = self._next, (self._next + 1) % SLOTS
+        buffer, self._filled[slot] = self._buffers[slot], nbytes
+        place = {"slot": slot, "path": buffer.path, "size": buffer.nbytes}
+        self._waiting_for[slot] = set(takers)
+        for taker in takers:
+            session.takers[taker].send(**place, **description)
+
+    def filled(self, slot: int) -> Tensor:
+        """What was offered in a slot, uint8 [nbytes]."""
+        return self._buffers[slot].bytes[: self._filled[slot]]
+
+    def answered(self, slot: int, taker: str) -> None:
+        """`taker` no longer needs what is in `slot`. Raises: SyncError when it was not asked."""
+        if taker not in self._waiting_for[slot]:
+            raise SyncError(f"{taker} answered for a buffer that was not offered to it: two updates are mixed up.")
+        self._waiting_for[slot].remove(taker)
+
+    def reset(self) -> None:
+        """Forget the takers of a push that failed."""
+        self._waiting_for = [set() for _ in range(SLOTS)]
+
+    def close(self) -> None:
+        """Free the memory."""
+        for buffer in self._buffers:
+            buffer.close()

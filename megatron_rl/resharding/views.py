@@ -1,0 +1,52 @@
+"""A plan's rectangles as views of tensors, and the check that the tensors are the declared ones."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import LayoutError
+from megatron_rl.layouts.boxes import TensorLayout
+from megatron_rl.resharding.messages import Piece
+
+DIFFERENCES_SHOWN = 8
+
+
+def copy_view(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """View of the rectangle at `offset`; with one more offset than `shape` has dims, the first is a slot to drop."""
+    if len(offset) == len(shape) + 1:
+        tensor, offset = tensor[offset[0]], offset[1:]
+    assert tensor.dim() == len(shape), (tuple(tensor.shape), tuple(offset), tuple(shape))
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def message_views(memory: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:
+    """The rectangles of a message that lies in `memory`, uint8."""
+    return [memory[p.at : p.at + p.nbytes].view(getattr(torch, p.dtype)).view(p.shape) for p in pieces]
+
+
+def tensor_views(tensors: Mapping[str, Tensor], pieces: Iterable[Piece]) -> list[Tensor]:
+    """The same rectangles where they lie in a rank's tensors."""
+    return [copy_view(tensors[p.tensor], p.offset, p.shape) for p in pieces]
+
+
+def check_tensors(tensors: Mapping[str, Tensor], layouts: Sequence[TensorLayout], *, whose: str) -> None:
+    """Raises: LayoutError listing how names, shapes or dtypes of `tensors` differ from those of `layouts`."""
+    declared = {t.name: t for t in layouts}
+    wrong = [f"{name} is not in the layout table" for name in tensors if name not in declared]
+    for name, layout in declared.items():
+        if name not in tensors:
+            wrong.append(f"{name} is missing")
+            continue
+        found = (tuple(tensors[name].shape), str(tensors[name].dtype).removeprefix("torch."))
+        if found != (tuple(layout.shape), layout.dtype):
+            wrong.append(f"{name} is {found[0]} {found[1]}, declared {tuple(layout.shape)} {layout.dtype}")
+    if wrong:
+        more = f" and {len(wrong) - DIFFERENCES_SHOWN} more" if len(wrong) > DIFFERENCES_SHOWN else ""
+        raise LayoutError(
+            f"{whose}: {len(wrong)} of {len(declared)} tensors differ from the layout table: "
+            f"{'; '.join(wrong[:DIFFERENCES_SHOWN])}{more}. Writing them would corrupt the model; mend the model "
+            "family's table or the topology."
+        )

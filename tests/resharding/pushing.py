@@ -1,0 +1,134 @@
+"""Both sides of a push in this process: every rank of them a thread, real links and real shared memory between them."""
+
+import itertools
+import secrets
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.layouts.boxes import TensorLayout
+from megatron_rl.layouts.compile import megatron_ranks, sglang_ranks
+from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.models import load_table
+from megatron_rl.resharding.receiver import Receiver
+from megatron_rl.resharding.sender import Sender
+from megatron_rl.resharding.spec import LoadReport, Push, SendReport, SyncSpec
+from megatron_rl.resharding.transport.links import Session
+from megatron_rl.resharding.transport.slots import Slots
+from tests.tiny import CHARACTERS, TINY
+
+VOCAB = len(set(CHARACTERS)) + 3
+PAD = 77.0
+
+
+def make_spec(
+    family: str, trainer: Mapping[str, Any], engine: Mapping[str, Any], to: str = "float32", **options: Any
+) -> SyncSpec:
+    hf = {**TINY[family], "vocab_size": VOCAB}
+    mtp = hf.get("num_nextn_predict_layers", 0)
+    ours = MegatronTopology(**{"world_size": 1, "num_layers": 4, "mtp_layers": mtp, **trainer})
+    theirs = SglangTopology(**engine)
+    if not any(key.endswith("experts") for key in hf):
+        ours, theirs = replace(ours, ep=1), replace(theirs, ep=1)
+    return SyncSpec(hf, ours, theirs, "float32", to, **options)
+
+
+def sources(spec: SyncSpec) -> Mapping[int, tuple[TensorLayout, ...]]:
+    return megatron_ranks(load_table(spec.hf_config), spec.trainer, dtype=spec.trainer_dtype)
+
+
+def destinations(spec: SyncSpec) -> Mapping[int, tuple[TensorLayout, ...]]:
+    """Of one engine."""
+    return sglang_ranks(load_table(spec.hf_config), spec.engine, dtype=spec.engine_dtype)
+
+
+def hf_value(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """What stands in a rectangle of an HF tensor: each element its own number, exact in float32."""
+    index = torch.arange(offset[-1], offset[-1] + shape[-1])
+    if len(shape) == 2:
+        index = torch.arange(offset[0], offset[0] + shape[0])[:, None] * 1009 + index
+    return (index + sum(name.encode()) * 17 % 9973).float()
+
+
+def fill(layouts: tuple[TensorLayout, ...]) -> dict[str, Tensor]:
+    """The tensors of a rank that holds the model of `hf_value`; padding is PAD."""
+    tensors = {}
+    for layout in layouts:
+        tensor = torch.full(layout.shape, PAD, dtype=getattr(torch, layout.dtype))
+        for box in layout.boxes:
+            part = tensor[box.offset[0]] if len(box.offset) > len(box.shape) else tensor
+            at = box.offset[-len(box.shape) :]
+            part[tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))] = hf_value(
+                box.hf, box.hf_offset, box.shape
+            ).to(tensor.dtype)
+        tensors[layout.name] = tensor
+    return tensors
+
+
+class Pushing:
+    """Trainer ranks that hold the model of `hf_value`, and engine ranks that hold nothing yet."""
+
+    def __init__(self, spec: SyncSpec):
+        self.spec = spec
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.session = secrets.token_hex(8)
+        self.tensors = {rank: fill(layouts) for rank, layouts in sources(spec).items()}
+        self.wanted = [fill(layouts) for _ in range(spec.engines) for _, layouts in sorted(destinations(spec).items())]
+        self.parameters = [{name: torch.full_like(t, PAD) for name, t in want.items()} for want in self.wanted]
+        self.senders = {rank: Sender(spec, rank) for rank in self.tensors}
+        self.receivers = [Receiver(spec, reader, own) for reader, own in enumerate(self.parameters)]
+
+    def push(self, version: int = 1, **options: Any) -> tuple[list[SendReport], list[LoadReport]]:
+        """Raises: what the first of the ranks, trainers first, raised; the session is another one afterwards."""
+        push = Push(f"127.0.0.1:{self.store.port}", self.session, version, **options)
+        with ThreadPoolExecutor(len(self.senders) + len(self.receivers)) as pool:
+            sending: list[Future[SendReport]] = [
+                pool.submit(sender.send, self.tensors[rank], push) for rank, sender in self.senders.items()
+            ]
+            loading: list[Future[LoadReport]] = [pool.submit(r.receive, push) for r in self.receivers]
+        if any(future.exception() for future in (*sending, *loading)):
+            self.session = secrets.token_hex(8)
+        self.errors = [str(e) for future in (*sending, *loading) if (e := future.exception())]
+        return [future.result() for future in sending], [future.result() for future in loading]
+
+    def is_complete(self) -> bool:
+        """Whether every engine rank has exactly its own bytes, and its padding is as it was."""
+        return all(
+            torch.equal(got[name], want[name])
+            for got, want in zip(self.parameters, self.wanted, strict=True)
+            for name in want
+        )
+
+    def close(self) -> None:
+        for part in (*self.senders.values(), *self.receivers):
+            part.close()
+
+
+def flip_a_bit(patch: pytest.MonkeyPatch, *, of: int = 0) -> None:
+    """In the `of`-th message from now on, after its digest was taken."""
+    offers = itertools.count()
+    offer = Slots.offer
+
+    def damaged(slots: Slots, session: Session, takers: Collection[str], nbytes: int, **description: Any) -> None:
+        if next(offers) == of:
+            slots.next(nbytes)[nbytes // 2] ^= 1
+        offer(slots, session, takers, nbytes, **description)
+
+    patch.setattr(Slots, "offer", damaged)
+
+
+@contextmanager
+def pushing(spec: SyncSpec) -> Iterator[Pushing]:
+    it = Pushing(spec)
+    try:
+        yield it
+    finally:
+        it.close()

@@ -1,0 +1,36 @@
+"""A push from rank to rank: every byte compared, and every way in which one end can fail the other."""
+
+import pytest
+
+from megatron_rl.resharding.spec import Placement
+from tests.resharding.pushing import make_spec, pushing
+from tests.tiny import TINY
+
+LAYOUTS = {
+    "one": {},
+    "tp2_ep2": {"world_size": 4, "tp": 2, "ep": 2},
+    "pp2_vpp2_ep2": {"world_size": 4, "pp": 2, "vpp": 2, "ep": 2},
+}
+TWO_NODES = Placement(((0, 0), (0, 1), (1, 0), (1, 1)), ((1, 2), (1, 3), (2, 0), (2, 1)))
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("engine", [{"tp": 1}, {"tp": 2}])
+def test_every_engine_rank_gets_exactly_its_own_bytes(family: str, engine: dict[str, int]) -> None:
+    with pushing(make_spec(family, LAYOUTS["tp2_ep2"], engine, bucket_bytes=4096)) as it:
+        sent, loaded = it.push()
+
+        assert it.is_complete()
+        for report, want in zip(loaded, it.wanted, strict=True):
+            assert report.received_bytes == report.needed_bytes <= sum(t.nbytes for t in want.values())
+        assert all(report.staging_bytes <= 2 * 4096 for report in (*sent, *loaded))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_bytes_cross_nodes_once_and_are_handed_on_inside(family: str) -> None:
+    spec = make_spec(family, LAYOUTS["pp2_vpp2_ep2"], {"tp": 2}, engines=2, placement=TWO_NODES, bucket_bytes=4096)
+    with pushing(spec) as it:
+        _, loaded = it.push()
+
+        assert it.is_complete()
+        assert all(report.received_bytes == report.needed_bytes for report in loaded)

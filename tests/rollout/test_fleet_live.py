@@ -147,10 +147,11 @@ def test_a_push_reaches_both_engines_and_a_damaged_one_leaves_them_paused(
 
 def test_engines_that_die_are_named_and_leave_no_process(setting: Setting) -> None:
     """Last: the fleet does not survive it."""
-    launched = [p for p in psutil.Process().children(recursive=True) if "megatron_rl.rollout.launch" in p.cmdline()]
-    servers = {p.pid: p for p in launched if p.parent() not in launched}
-    assert len(servers) == ENGINES and len(launched) == 2 * ENGINES  # each with the process that waits for its end
-    schedulers = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("sglang::")]
+    ours = {p: " ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)}
+    servers = {p.pid: p for p, line in ours.items() if "megatron_rl.rollout.launch" in line}
+    waiting = [p for p, line in ours.items() if "megatron-rl: waits" in line]
+    assert len(servers) == len(waiting) == ENGINES
+    schedulers = [p for p, line in ours.items() if line.startswith("sglang::")]
     first, second = sorted(servers)
     threading.Timer(0.5, lambda: os.kill(first, signal.SIGKILL)).start()
 
@@ -162,5 +163,5 @@ def test_engines_that_die_are_named_and_leave_no_process(setting: Setting) -> No
     os.kill(actor, signal.SIGKILL)
     with pytest.raises(BackendError, match=r"engine-\d died"):
         setting.fleet.pause()
-    _, alive = psutil.wait_procs([*launched, *schedulers], timeout=10)
+    _, alive = psutil.wait_procs([*servers.values(), *waiting, *schedulers], timeout=10)
     assert alive == []

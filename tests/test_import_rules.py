@@ -69,7 +69,7 @@ def test_imports_follow_the_arrows() -> None:
 
 
 def test_a_clone_that_is_not_installed_finds_its_kernels() -> None:
-    code = "import megatron_rl.resharding.execute, megatron_rl_kernels; print(megatron_rl_kernels.__file__)"
+    code = "import megatron_rl.resharding.sender, megatron_rl_kernels; print(megatron_rl_kernels.__file__)"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, env=environment, capture_output=True, text=True)

@@ -1,12 +1,12 @@
 """One engine rank's half of a push: takes its messages as they come, checks each, and writes it into the parameters."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron_rl_kernels.reference import copy_boxes
+from megatron_rl_kernels import copy_boxes, prepare
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
@@ -52,7 +52,8 @@ class Receiver:
         self._session: Session | None = None
         self._network: Network | None = None
         self._attached: dict[str, AttachedBuffer] = {}
-        self._views: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self._unpacking: dict[tuple[int, int], tuple[list[Tensor], list[Tensor], Callable[[], None]]] = {}
+        """By memory and message: where its rectangles go to, where they lie in it, and the copy."""
 
     @torch.no_grad()
     def receive(self, push: Push) -> LoadReport:
@@ -73,7 +74,7 @@ class Receiver:
             self._session.fail(reason)
         self._session = self._network = None
         self._slots.reset()
-        self._attached, self._views = {}, {}
+        self._attached, self._unpacking = {}, {}
 
     def close(self) -> None:
         """Free the buffers and the links."""
@@ -192,15 +193,15 @@ class Receiver:
                 f"({_content(message.pieces)}) arrived with digest {found}, sent with {news['digest']}. Push again."
             )
         key = memory.data_ptr(), message.number
-        if key not in self._views:
-            views = tensor_views(self._parameters, message.pieces), message_views(memory, message.pieces)
-            self._views[key] = views
-        held, sent = self._views[key]
+        if key not in self._unpacking:
+            held, sent = tensor_views(self._parameters, message.pieces), message_views(memory, message.pieces)
+            self._unpacking[key] = held, sent, prepare(copy_boxes, held, sent)
+        held, sent, unpack = self._unpacking[key]
         with progress.timer("unpack"):
             if push.compare:
                 self._compare(message, held, sent)
             else:
-                copy_boxes(held, sent)
+                unpack()
         if message.kind != "local":
             progress.received_bytes += sum(view.nbytes for view in sent)
 

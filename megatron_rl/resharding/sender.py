@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from megatron_rl_kernels.reference import copy_boxes
+from megatron_rl_kernels import copy_boxes, prepare
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
@@ -35,7 +35,8 @@ class Sender:
         self._sending: dict[int, dist.Work] = {}
         """By slot: what the network still moves out of it."""
         self._addresses: tuple[int, ...] = ()
-        self._views: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self._packing: dict[tuple[int, int], Callable[[], None]] = {}
+        """By slot and message."""
 
     @torch.no_grad()
     def send(self, tensors: Mapping[str, Tensor], push: Push) -> SendReport:
@@ -87,15 +88,16 @@ class Sender:
         addresses = tuple(t.data_ptr() for t in tensors.values())
         if addresses != self._addresses:
             check_tensors(tensors, self._layouts, whose=self._me)
-            self._addresses, self._views = addresses, {}
+            self._addresses, self._packing = addresses, {}
 
     def _pack(self, tensors: Mapping[str, Tensor], message: Message) -> Tensor:
         """The filled slot."""
         memory = self._slots.next(message.nbytes)
         key = memory.data_ptr(), message.number
-        if key not in self._views:
-            self._views[key] = message_views(memory, message.pieces), tensor_views(tensors, message.pieces)
-        copy_boxes(*self._views[key])
+        if key not in self._packing:
+            slot, own = message_views(memory, message.pieces), tensor_views(tensors, message.pieces)
+            self._packing[key] = prepare(copy_boxes, slot, own)
+        self._packing[key]()
         return memory
 
     def _serve(self, session: Session, *, until: Callable[[], bool]) -> None:

@@ -29,13 +29,18 @@ VOCAB = len(set(CHARACTERS)) + 3
 PAD = 77.0
 
 
-def make_spec(
-    family: str, trainer: Mapping[str, Any], engine: Mapping[str, Any], to: str = "float32", **options: Any
-) -> SyncSpec:
+TRAINERS: dict[str, dict[str, int]] = {
+    "one": {"world_size": 1},
+    "tp2_ep2": {"world_size": 4, "tp": 2, "ep": 2},
+    "pp2_vpp2_ep2": {"world_size": 4, "pp": 2, "vpp": 2, "ep": 2},
+}
+ENGINES = {"tp1": SglangTopology(), "tp2": SglangTopology(tp=2), "tp2_ep2": SglangTopology(tp=2, ep=2)}
+
+
+def make_spec(family: str, trainer: str, engine: str, to: str = "float32", **options: Any) -> SyncSpec:
     hf = {**TINY[family], "vocab_size": VOCAB}
     mtp = hf.get("num_nextn_predict_layers", 0)
-    ours = MegatronTopology(**{"world_size": 1, "num_layers": 4, "mtp_layers": mtp, **trainer})
-    theirs = SglangTopology(**engine)
+    ours, theirs = MegatronTopology(**TRAINERS[trainer], num_layers=4, mtp_layers=mtp), ENGINES[engine]
     if not any(key.endswith("experts") for key in hf):
         ours, theirs = replace(ours, ep=1), replace(theirs, ep=1)
     return SyncSpec(hf, ours, theirs, "float32", to, **options)

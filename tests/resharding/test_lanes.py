@@ -12,7 +12,7 @@ from megatron_rl.resharding.lanes import Lanes, make_lanes
 from megatron_rl.resharding.schedule import make_schedule, receives, sends
 from megatron_rl.resharding.spec import Placement, SyncSpec
 from megatron_rl.resharding.tables import cut, join
-from tests.resharding.test_execute import make_spec
+from tests.resharding.pushing import make_spec
 
 Flow = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -94,7 +94,7 @@ def test_the_senders_of_a_round_address_different_readers(engines: int, at_once:
 
 
 def test_digests_differ_when_the_two_sides_do() -> None:
-    spec = apart(make_spec("qwen3_moe", "tp2_ep2", "tp2", "float32", "bfloat16"))
+    spec = apart(make_spec("qwen3_moe", "tp2_ep2", "tp2", "bfloat16"))
     theirs = [spec, replace(spec, engine_dtype="float16"), replace(spec, bucket_bytes=5000)]
     ours = {m.digest for r in range(4) for m in sends(make_schedule(spec), r) if 1 in m.readers}
     same, other_dtype, other_size = ({m.digest for m in receives(make_schedule(s), 1)} for s in theirs)

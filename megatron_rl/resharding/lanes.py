@@ -5,9 +5,9 @@ on 1,024 GPUs) where there are hundreds of thousands of fragments, so all ranks 
 another, and expand into fragments only those that concern them.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -20,7 +20,7 @@ KINDS = ("local", "node", "network")
 """What sender and readers share: a device, a node, or neither. Nearer holders are preferred."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Lane:
     """What one set of readers, all on one node, gets from one pool of senders that hold the same bytes."""
 
@@ -28,11 +28,11 @@ class Lane:
     pool: tuple[int, ...]
     """Senders, each of which could send all of it."""
     readers: tuple[int, ...]
-    flows: list[int] = field(default_factory=list)
-    nbytes: int = 0
-    pool_start: int = 0
+    flows: tuple[int, ...]
+    nbytes: int
+    pool_start: int
     """Where its bytes begin among those of all lanes of its pool."""
-    fetch_start: int = 0
+    fetch_start: int
     """Where they begin among those of all network lanes of its readers."""
 
 
@@ -65,7 +65,7 @@ def make_lanes(
     engines: Mapping[int, Place],
 ) -> Lanes:
     """`flows`: (ranks that hold it, ranks that want it), with the `nbytes` that each of the latter gets."""
-    lanes: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Lane] = {}
+    carried: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     near: dict[tuple[int, ...], tuple[Groups[Place], Groups[int]]] = {}
     split: dict[tuple[int, ...], Groups[int]] = {}
     for flow, (holders, readers) in enumerate(flows):
@@ -73,11 +73,16 @@ def make_lanes(
             near[holders] = _grouped(holders, trainers.__getitem__), _grouped(holders, lambda r: trainers[r][0])
         if readers not in split:
             split[readers] = _grouped(readers, lambda r: engines[r][0])
-        for kind, pool, some in _nearest(holders, near[holders], split[readers], engines):
-            lane = lanes.setdefault((kind, pool, some), Lane(kind, pool, some))
-            lane.flows.append(flow)
-            lane.nbytes += nbytes[flow]
-    return _dealt(list(lanes.values()), trainers, engines)
+        for lane in _nearest(holders, near[holders], split[readers], engines):
+            carried.setdefault(lane, []).append(flow)
+    lanes, pools, fetches = [], Counter[tuple[str, tuple[int, ...]]](), Counter[tuple[int, ...]]()
+    for (kind, pool, some), mine in carried.items():
+        total = sum(nbytes[flow] for flow in mine)
+        lanes.append(Lane(kind, pool, some, tuple(mine), total, pools[kind, pool], fetches[some]))
+        pools[kind, pool] += total
+        if kind == "network":
+            fetches[some] += total
+    return _dealt(lanes, pools, fetches, trainers, engines)
 
 
 def _grouped[K](ranks: tuple[int, ...], key: Callable[[int], K]) -> Groups[K]:
@@ -106,21 +111,18 @@ def _nearest(
             yield "node", on_node[node], rest
 
 
-def _dealt(lanes: list[Lane], trainers: Mapping[int, Place], engines: Mapping[int, Place]) -> Lanes:
+def _dealt(
+    lanes: list[Lane],
+    pools: Mapping[tuple[str, tuple[int, ...]], int],
+    fetches: Mapping[tuple[int, ...], int],
+    trainers: Iterable[int],
+    engines: Iterable[int],
+) -> Lanes:
     """Deal each pool's bytes out so that its members' loads come as near to each other as they can.
 
     Pools of few go first: a single holder has no choice, and the others make up for it. What crosses the network is
     levelled apart from what stays in a node. The same for the readers that fetch.
     """
-    pools: dict[tuple[str, tuple[int, ...]], int] = {}
-    fetches: dict[tuple[int, ...], int] = {}
-    for lane in lanes:
-        key = lane.kind, lane.pool
-        lane.pool_start = pools.get(key, 0)
-        pools[key] = lane.pool_start + lane.nbytes
-        if lane.kind == "network":
-            lane.fetch_start = fetches.get(lane.readers, 0)
-            fetches[lane.readers] = lane.fetch_start + lane.nbytes
     sent = {kind: dict.fromkeys(trainers, 0) for kind in KINDS}
     fetched = dict.fromkeys(engines, 0)
     by_size = sorted(pools, key=lambda key: (len(key[1]), key))

@@ -62,6 +62,18 @@ def test_replicas_make_up_for_what_only_one_of_them_holds() -> None:
     assert shares(lanes.senders["network", (0, 1, 2)]) == [0, 54, 36]
 
 
+def test_a_pool_deals_out_the_bytes_of_all_its_lanes_in_turn() -> None:
+    # Ranks 0 and 1 send 80 bytes, 40 each: 30 to reader 0, then to readers 1 and 2, of one node, 10 and 40. These two
+    # fetch 70 bytes, 35 each: 20 of rank 2, then those 10 and 40.
+    flows: list[Flow] = [((2,), (1, 2)), ((0, 1), (0,)), ((0, 1), (1, 2))]
+    lanes = lanes_of(flows, [20, 30, 50], [(0, 0), (1, 0), (2, 0)], [(5, 0), (6, 0), (6, 1)])
+
+    dealt = [list(lanes.deal(lane, np.array(n))) for lane, n in zip(lanes.lanes, ([20], [30], [10, 40]), strict=True)]
+
+    one, other = slice(0, 1), slice(1, 2)
+    assert dealt == [[(2, 1, one)], [(0, 0, one)], [(0, 1, one), (1, 2, other)]]
+
+
 def test_a_rectangle_larger_than_a_message_is_cut_along_rows_then_columns() -> None:
     boxes = TensorLayout("b", (5, 12), "float32", (Box("w", (0, 0), (0, 0), (5, 12)),))
     joined = join({0: [boxes]}, {0: [boxes]})

@@ -3,7 +3,6 @@
 Pure integers: the same plan runs over shared memory, CUDA IPC or a network, and any rank can make it again.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,11 +83,3 @@ def _copy(joined: Joined, fragment: int, src: int, src_box: int, dst: int, dst_b
         *(target.tensors[target.tensor[dst_box]].name, shift(theirs, start)),
         tuple(joined.size[fragment].tolist()[: len(theirs.shape)]),
     )
-
-
-def plan_hash(plan: Sequence[Copy]) -> str:
-    """Names the plan; equal on two sides only if every copy is."""
-    digest = hashlib.blake2b(digest_size=16)
-    for copy in plan:
-        digest.update(repr(copy).encode())
-    return digest.hexdigest()

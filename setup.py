@@ -29,6 +29,7 @@ setup(
         "megatron_rl.configs": ["*.yaml", "*/*.yaml"],
         # What our SGLang servers find on their path, and nothing else does.
         "megatron_rl.rollout": ["plugin_site/*/*"],
+        "megatron_rl_kernels.cuda_ops": ["*.cu"],
         "megatron_rl.rollout.sglang_cpu": ["stubs/*/*.py"],
     },
     install_requires=pins("base.txt"),

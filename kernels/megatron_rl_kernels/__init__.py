@@ -34,7 +34,7 @@ def _tensors(arguments: Any) -> Iterator[Tensor]:
 
 
 def prepare(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
-    """The operation on these tensors, to be called at every step; the tensors must live and stay where they are.
+    """The operation on these tensors, to be called at every step. It keeps them alive.
 
     All arguments are given here, but for the delta of `apply_delta`, which is given to what is returned.
     """

@@ -1,4 +1,4 @@
-"""Rectangles of memory, as the kernels' tables describe them; compiled once from views, whose addresses then stay."""
+"""Rectangles of memory, as the kernels' tables describe them; compiled once from views whose addresses stay."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -22,11 +22,11 @@ UNITS, KIND, FIRST_TILE = 2, 11, 12
 
 @dataclass(frozen=True, slots=True)
 class CopyTable:
-    """Which bytes go where; valid while the tensors that it was compiled from live."""
+    """Which bytes go where."""
 
     tiles: Tiles
-    nbytes: int
-    """Read and written, together."""
+    tensors: tuple[Tensor, ...]
+    """Kept alive, for the table has their addresses."""
 
 
 def compile_copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyTable:
@@ -34,8 +34,7 @@ def compile_copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> C
     device = check_pairs(destinations, sources)
     rows = [row for pair in zip(destinations, sources, strict=True) for row in _rows(*pair)]
     counts = [-(-row[UNITS] // UNITS_OF_TILE[row[KIND]]) for row in rows]
-    nbytes = sum(t.numel() * t.element_size() for t in [*destinations, *sources])
-    return CopyTable(tiles_of(rows, counts, device, first_tile=FIRST_TILE), nbytes)
+    return CopyTable(tiles_of(rows, counts, device, first_tile=FIRST_TILE), (*destinations, *sources))
 
 
 def _rows(destination: Tensor, source: Tensor) -> Iterator[list[int]]:

@@ -18,7 +18,7 @@ right; first tile; four unused."""
 
 @dataclass(frozen=True, slots=True)
 class QuantizeTable:
-    """Tensors that one kernel can take: of one source dtype, and all aligned or not. Valid while the tensors live."""
+    """Tensors that one kernel can take: of one source dtype, and all aligned or not."""
 
     tiles: Tiles
     lines: Tensor
@@ -28,6 +28,8 @@ class QuantizeTable:
     aligned: bool
     """Whether lines begin at multiples of 16 bytes on both sides, are contiguous, and have a multiple of 16 columns."""
     power_of_two: bool
+    tensors: tuple[Tensor, ...]
+    """Kept alive, for the table has their addresses."""
 
 
 def compile_quantize(
@@ -41,7 +43,8 @@ def compile_quantize(
         check_quantize(to, scale, parts)
         if to.numel():
             groups.setdefault((parts[0].dtype, _is_aligned(to, parts)), []).append(i)
-    device = one_device([*quantized, *scales, *(part for parts in sources for part in parts)])
+    tensors = (*quantized, *scales, *(part for parts in sources for part in parts))
+    device = one_device(tensors)
     tables = []
     for (dtype, aligned), members in groups.items():
         rows, counts, lines, line = [], [], [], 0
@@ -55,7 +58,7 @@ def compile_quantize(
             line += len(to)
         tiles = tiles_of(rows, counts, device, first_tile=FIRST_TILE)
         addresses = torch.from_numpy(np.concatenate(lines)).to(device)
-        tables.append(QuantizeTable(tiles, addresses, dtype, aligned, power_of_two))
+        tables.append(QuantizeTable(tiles, addresses, dtype, aligned, power_of_two, tensors))
     return tables
 
 

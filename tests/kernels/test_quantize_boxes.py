@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from math import inf, nan
 
 import pytest
@@ -8,7 +7,7 @@ from megatron_rl_kernels.quantize_table import compile_quantize
 from torch import Tensor
 
 from megatron_rl.errors import LayoutError
-from tests.kernels.views import Cut, bits
+from tests.kernels.views import Cut, bits, weights
 
 
 def quantized(*parts: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
@@ -84,11 +83,9 @@ def test_the_kernel_equals_the_reference(dtype: torch.dtype, aligned: bool, powe
     from megatron_rl_kernels.triton_ops import quantize_boxes as kernel
 
     torch.manual_seed(0)
-    columns = 208 if aligned else 205
-    sources = [_pieces([70, 31, 40], columns, dtype, aligned), _pieces([20], 48, dtype, aligned)]
-    sources[0][0][:, :128] = 0
-    sources[0][1][30, 140:143] = torch.tensor([nan, inf, -3.0]).to(dtype)
-    shapes = [(141, columns), (20, 48)]
+    pieces = weights(dtype, aligned=aligned)
+    sources = [pieces, [pieces[0][10:30, 32:48]]]
+    shapes = [(141, pieces[0].shape[1]), (20, 16)]
 
     def outputs() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
         views = [
@@ -108,18 +105,8 @@ def test_the_kernel_equals_the_reference(dtype: torch.dtype, aligned: bool, powe
 
     want, want_scales, want_to, want_scale_views = outputs()
     reference.quantize_boxes(want_to, want_scale_views, sources, power_of_two=power_of_two)
-    assert [(t.aligned, len(t.tiles.row_of_tile)) for t in tables] == [(aligned, 5)]
+    assert [(t.aligned, len(t.tiles.row_of_tile)) for t in tables] == [(aligned, 7)]
     assert all(torch.equal(a, b) for a, b in zip(got + got_scales, want + want_scales, strict=True))
-
-
-def _pieces(rows: Sequence[int], columns: int, dtype: torch.dtype, aligned: bool) -> list[Tensor]:
-    """Of values over nine decades, each in memory of its own."""
-    pieces = []
-    for n in rows:
-        piece = Cut((n, columns), (2, 8 if aligned else 1), (1, 8 if aligned else 2), 1, (0, 1)).view(dtype)[1]
-        piece.copy_(torch.randn(n, columns) * torch.logspace(-6, 3, columns))
-        pieces.append(piece)
-    return pieces
 
 
 @pytest.mark.interpreted

@@ -45,6 +45,21 @@ class Cut:
         return memory, whole[tuple(cuts)]
 
 
+def weights(dtype: torch.dtype, *, aligned: bool) -> list[Tensor]:
+    """Rows of a [141, 336 or 333] matrix in three pieces: blocks of zeros, with NaN and infinity, and plain.
+
+    Values over nine decades. One block's largest is the number after 448, where the dtype has it.
+    """
+    columns, around = (336, 8) if aligned else (333, 1)
+    pieces = [Cut((n, columns), (2, around), (1, around), 1, (0, 1)).view(dtype)[1] for n in (70, 31, 40)]
+    for piece in pieces:
+        piece.copy_(torch.randn(piece.shape) * torch.logspace(-6, 3, columns))
+        piece[:, :128] = 0
+    pieces[1][30, 140:143] = torch.tensor([torch.nan, torch.inf, -3.0])
+    pieces[2][27:, 256:].clamp_(-400, 400)[0, 5] = torch.nextafter(torch.tensor(448.0), torch.tensor(torch.inf))
+    return pieces
+
+
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> Cut:
     some = st.sampled_from([0, 0, 1, 8, 16])

@@ -45,14 +45,14 @@ STRIPES_KEY, LAST_KEY, SCRAMBLE_KEY, LOW_KEY, HIGH_KEY, START_KEY = (
 
 @dataclass(frozen=True, slots=True)
 class ChecksumTable:
-    """The chunks of all buffers; valid while they live."""
+    """The chunks of all buffers."""
 
     chunks: Tensor
     """int64 [chunks, 2]: address, bytes."""
     keys: Tensor
     """uint64 [288], what is derived from SECRET."""
-    sizes: tuple[int, ...]
-    """Bytes of each buffer."""
+    buffers: tuple[Tensor, ...]
+    """Kept alive, for the table has their addresses."""
 
 
 def _keys() -> np.ndarray:
@@ -80,7 +80,7 @@ def compile_checksum(buffers: Sequence[Tensor]) -> ChecksumTable:
         chunks.append(np.stack([buffer.data_ptr() + at, sizes], axis=1))
     table = torch.from_numpy(np.concatenate(chunks)).to(device)
     keys = torch.from_numpy(_keys()).to(device)
-    return ChecksumTable(table, keys, tuple(b.nbytes for b in buffers))
+    return ChecksumTable(table, keys, tuple(buffers))
 
 
 @triton.jit
@@ -129,9 +129,10 @@ def launch(table: ChecksumTable) -> list[str]:
     digests = torch.empty((count, 2), dtype=torch.uint64, device=table.chunks.device)
     if count:
         checksum_kernel[(count,)](table.chunks, table.keys, digests, num_warps=NUM_WARPS)
-    ends = np.cumsum([-(-size // reference.CHUNK_BYTES) for size in table.sizes])[:-1]
+    sizes = [buffer.nbytes for buffer in table.buffers]
+    ends = np.cumsum([-(-size // reference.CHUNK_BYTES) for size in sizes])[:-1]
     parts = np.split(digests.cpu().numpy().astype(">u8"), ends)
-    return [reference.digest_of_chunks(part.tobytes(), size) for part, size in zip(parts, table.sizes, strict=True)]
+    return [reference.digest_of_chunks(part.tobytes(), size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def prepare(buffers: Sequence[Tensor]) -> Callable[[], list[str]]:

@@ -26,13 +26,15 @@ TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 @dataclass(frozen=True, slots=True)
 class DeltaTable:
-    """Pairs of rectangles; valid while their tensors live."""
+    """Pairs of rectangles."""
 
     tiles: Tiles
     first_tiles: Tensor
     """int64 [pairs + 1]."""
     dtype: torch.dtype
     """Of the tensors."""
+    tensors: tuple[Tensor, ...]
+    """Kept alive, for the table has their addresses."""
 
 
 def _box(destination: Tensor, source: Tensor) -> Box | None:
@@ -58,7 +60,7 @@ def compile_delta(current: Sequence[Tensor], previous: Sequence[Tensor]) -> Delt
     counts = [triton.cdiv(row[2], UNITS.value) for row in rows]
     tiles = tiles_of(rows, counts, one_device(current), first_tile=FIRST_TILE)
     ends = torch.tensor([0, *counts]).cumsum(0).to(tiles.rows.device)
-    return DeltaTable(tiles, ends, dtype)
+    return DeltaTable(tiles, ends, dtype, (*current, *previous))
 
 
 @triton.jit

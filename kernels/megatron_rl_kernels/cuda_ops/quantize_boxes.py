@@ -1,0 +1,34 @@
+"""quantize_boxes in CUDA C++: the kernels of quantize_boxes.cu on the tables of quantize_table.py."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl_kernels.cuda_ops.nvrtc import launch_tiles
+from megatron_rl_kernels.quantize_table import QuantizeTable, compile_quantize
+
+
+def launch(tables: Sequence[QuantizeTable]) -> None:
+    """Quantize, on the current stream."""
+    for t in tables:
+        function = f"{str(t.dtype).removeprefix('torch.')}_{'aligned' if t.aligned else 'any'}"
+        arguments = (
+            t.tiles.rows.data_ptr(),
+            t.tiles.row_of_tile.data_ptr(),
+            t.lines.data_ptr(),
+            np.int32(t.power_of_two),
+        )
+        launch_tiles("quantize_boxes", function, len(t.tiles.row_of_tile), t.lines.device, *arguments)
+
+
+def prepare(
+    quantized: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    sources: Sequence[Sequence[Tensor]],
+    *,
+    power_of_two: bool = False,
+) -> Callable[[], None]:
+    """The quantization, its tables compiled."""
+    return partial(launch, compile_quantize(quantized, scales, sources, power_of_two=power_of_two))

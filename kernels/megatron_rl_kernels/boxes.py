@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_rl.errors import LayoutError
 
-MAX_UNITS = 2**31 - 1
-"""In one rectangle: kernels number them with 32 bits."""
+MAX_ELEMENTS = 2**31 - 1024
+"""Of one rectangle: kernels number its units with 32 bits, those too that only fill up the last tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,10 @@ def boxes_of(destination: Tensor, source: Tensor) -> Iterator[Box]:
     """The rectangle of a pair of views of equal shape, dims that are contiguous on both sides merged.
 
     One Box where at most three dims remain, else one for each index of the others; none for no elements.
-    Raises: LayoutError above 2^31 - 1 elements.
+    Raises: LayoutError above MAX_ELEMENTS.
     """
-    if destination.numel() > MAX_UNITS:
-        raise LayoutError(f"A rectangle of {destination.numel()} elements is above {MAX_UNITS}: cut it in two.")
+    if destination.numel() > MAX_ELEMENTS:
+        raise LayoutError(f"A rectangle of {destination.numel()} elements is above {MAX_ELEMENTS}: cut it in two.")
     if not destination.numel():
         return
     dims: list[tuple[int, int, int]] = []  # size, stride of destination, of source

@@ -50,6 +50,13 @@ def test_dims_that_are_contiguous_on_both_sides_are_one() -> None:
     assert whole.shape == (1, 1, 960)
 
 
+def test_a_rectangle_whose_units_need_more_than_32_bits_is_refused() -> None:
+    large = torch.empty(2**31 - 1023, dtype=torch.uint8, device="meta")
+
+    with pytest.raises(LayoutError, match="2147482625 elements is above 2147482624: cut it in two"):
+        list(boxes_of(large, large))
+
+
 def test_more_than_three_dims_become_several_rectangles() -> None:
     to, of = torch.zeros(3, 2, 4, 8), torch.zeros(3, 5, 8, 16)[:, :4:2, ::2, ::2]
 

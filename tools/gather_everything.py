@@ -1,0 +1,136 @@
+"""The other arm of tools/bench_sync.py: every tensor, whole and under its Hugging Face name, for SGLang's own loader.
+
+Every rank packs what it holds into one buffer, the first rank receives all and puts the tensors together in buckets in
+shared memory, and SGLang loads each bucket ("flattened_bucket"), on every engine rank the whole model. Other systems do
+that with more traffic: they gather tensor by tensor, on every rank. Buffers are reused.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.layouts.boxes import DTYPE_BYTES, TensorLayout
+from megatron_rl.layouts.compile import hf_layouts, megatron_ranks
+from megatron_rl.resharding.plan import Copy, make_plan
+from megatron_rl.resharding.views import copy_view
+from megatron_rl.trainer.trainer import MegatronTrainer
+from megatron_rl.trainer.worker import Worker
+
+GATHER_BYTES = 512 << 20
+"""Of a bucket."""
+
+
+class GatheringWorker(Worker):
+    """A rank that also takes part in the gathering arm."""
+
+    def change(self) -> None:
+        """Other weights, of the same size."""
+        with torch.no_grad():
+            for tensor in self.tensors.values():
+                tensor.neg_()
+
+    def plan_gather(self) -> int:
+        """Work out the buckets, and keep buffers for them. Returns: how many buckets there are."""
+        dtype = self.config.trainer.dtype
+        sources = megatron_ranks(self.table, self.topology, dtype=dtype)
+        self.buckets = list(buckets(hf_layouts(self.table, dtype=dtype)))
+        self.copies = [make_plan(sources, {0: bucket}) for bucket in self.buckets]
+        sizes = [[packed_bytes(copies, rank, dtype) for copies in self.copies] for rank in sources]
+        self.packed = {
+            rank: torch.zeros(max(each), dtype=torch.uint8) for rank, each in enumerate(sizes) if self.rank in (0, rank)
+        }
+        if self.rank == 0:
+            torch.multiprocessing.set_sharing_strategy("file_system")  # SGLang's processes open it by name
+            largest = max(sum(layout_bytes(t) for t in bucket) for bucket in self.buckets)
+            self.shared = torch.zeros(largest, dtype=torch.uint8).share_memory_()
+        return len(self.buckets)
+
+    @torch.no_grad()
+    def gather_bucket(self, index: int) -> str | None:
+        """All ranks: bring one bucket together on the first. Returns: there what SGLang's server takes."""
+        dtype, copies = self.config.trainer.dtype, self.copies[index]
+        mine = [c for c in copies if c.src_rank == self.rank]
+        views = packed_views(self.packed[self.rank], mine, dtype)
+        torch._foreach_copy_(views, [copy_view(self.tensors[c.src], c.src_offset, c.shape) for c in mine])
+        if self.rank > 0:
+            dist.send(self.packed[self.rank][: packed_bytes(copies, self.rank, dtype)], 0)
+            return None
+        whole = dict(flattened(self.shared, self.buckets[index]))
+        for rank, packed in self.packed.items():
+            theirs = [c for c in copies if c.src_rank == rank]
+            if rank > 0:
+                dist.recv(packed[: packed_bytes(copies, rank, dtype)], rank)
+            into = [copy_view(whole[c.dst], c.dst_offset, c.shape) for c in theirs]
+            torch._foreach_copy_(into, packed_views(packed, theirs, dtype))
+        return serialized(self.shared, self.buckets[index])
+
+
+class GatheringTrainer(MegatronTrainer):
+    """The driver's handle on such ranks."""
+
+    worker = GatheringWorker
+
+    def change(self) -> None:
+        self._call("change", what="Changing the weights")
+
+    def plan_gather(self) -> int:
+        return int(self._call("plan_gather", what="Planning")[0])
+
+    def gather_bucket(self, index: int) -> str:
+        return str(self._call("gather_bucket", index, what="Gathering")[0])
+
+
+def buckets(layouts: Sequence[TensorLayout]) -> Iterator[list[TensorLayout]]:
+    """Whole tensors, at most GATHER_BYTES together."""
+    bucket: list[TensorLayout] = []
+    for layout in layouts:
+        if bucket and sum(map(layout_bytes, [*bucket, layout])) > GATHER_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(layout)
+    yield bucket
+
+
+def layout_bytes(layout: TensorLayout) -> int:
+    return prod(layout.shape) * DTYPE_BYTES[layout.dtype]
+
+
+def packed_bytes(copies: Sequence[Copy], rank: int, dtype: str) -> int:
+    return sum(prod(c.shape) for c in copies if c.src_rank == rank) * DTYPE_BYTES[dtype]
+
+
+def packed_views(memory: Tensor, copies: Sequence[Copy], dtype: str) -> list[Tensor]:
+    """One after the other."""
+    views, at = [], 0
+    for copy in copies:
+        size = prod(copy.shape) * DTYPE_BYTES[dtype]
+        views.append(memory[at : at + size].view(getattr(torch, dtype)).view(copy.shape))
+        at += size
+    return views
+
+
+def flattened(memory: Tensor, bucket: Sequence[TensorLayout]) -> Iterator[tuple[str, Tensor]]:
+    at = 0
+    for layout in bucket:
+        size = layout_bytes(layout)
+        yield layout.name, memory[at : at + size].view(getattr(torch, layout.dtype)).view(layout.shape)
+        at += size
+
+
+def serialized(memory: Tensor, bucket: Sequence[TensorLayout]) -> str:
+    """A bucket as SGLang's clients write it."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    metadata, at = [], 0
+    for layout in bucket:
+        size, dtype = layout_bytes(layout), getattr(torch, layout.dtype)
+        shape = torch.Size(layout.shape)
+        metadata.append(FlattenedTensorMetadata(layout.name, shape, dtype, at, at + size, prod(shape)))
+        at += size
+    content = {"flattened_tensor": memory[:at], "metadata": metadata}
+    text: str = MultiprocessingSerializer.serialize(content, output_str=True)
+    return text

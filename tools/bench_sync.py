@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=5, help="how often the arms take turns, after one to warm up")
+    parser.add_argument("--bucket-mb", type=int, default=64, help="of a message of ours")
     parser.add_argument("--small", action="store_true", help="a model of a few million parameters: does it work at all")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
@@ -69,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = {}
     with tempfile.TemporaryDirectory(prefix="bench-sync-") as directory:
         for layout in options.layouts:
-            figures[layout] = measure(Path(directory), model, layout, rounds=options.rounds)
+            figures[layout] = measure(
+                Path(directory), model, layout, rounds=options.rounds, bucket_mb=options.bucket_mb
+            )
             print("\n".join(table(layout, figures[layout])), flush=True)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -88,7 +91,7 @@ class Engine:
         return {"engine-0": self._pool.submit(self.server.load_weights, spec, push)}
 
 
-def measure(directory: Path, model: dict[str, Any], layout: str, *, rounds: int) -> dict[str, Any]:
+def measure(directory: Path, model: dict[str, Any], layout: str, *, rounds: int, bucket_mb: int) -> dict[str, Any]:
     """Both arms, in turns."""
     ranks, parallel = LAYOUTS[layout]
     overrides = ["experiment=cpu_digits", "trainer.dtype=bfloat16", "parallel.ep=1", *parallel]
@@ -108,7 +111,14 @@ def measure(directory: Path, model: dict[str, Any], layout: str, *, rounds: int)
         stack.callback(server.stop)
         server.start()
         trainer.ready()
-        spec = SyncSpec(hf, topology_of(config, load_table(hf)), SglangTopology(tp=ENGINE_TP), "bfloat16", "bfloat16")
+        spec = SyncSpec(
+            hf,
+            topology_of(config, load_table(hf)),
+            SglangTopology(tp=ENGINE_TP),
+            "bfloat16",
+            "bfloat16",
+            bucket_bytes=bucket_mb << 20,
+        )
         sync = EngineSync(trainer, Engine(server), spec, gather=results)
         count = trainer.plan_gather()
         records = [one_round(trainer, server, sync, i, buckets=count) for i in range(rounds + 1)][1:]
@@ -146,8 +156,8 @@ def one_round(
     server.pause()
     server._post("/begin_weight_update", {})
     for index in range(buckets):
-        payload = trainer.gather_bucket(index)
-        update = {"serialized_named_tensors": [payload] * ENGINE_TP, "load_format": "flattened_bucket"}
+        payloads = trainer.gather_bucket(index, ENGINE_TP)
+        update = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket"}
         server._post("/update_weights_from_tensor", {**update, "flush_cache": False})
     server._post("/end_weight_update", {})
     server.commit(2 * number + 2)

@@ -19,6 +19,8 @@ from megatron_rl.resharding.views import copy_view
 from megatron_rl.trainer.trainer import MegatronTrainer
 from megatron_rl.trainer.worker import Worker
 
+from megatron_rl_kernels.reference import copy_boxes  # isort: skip # found once megatron_rl is imported
+
 GATHER_BYTES = 512 << 20
 """Of a bucket."""
 
@@ -49,23 +51,24 @@ class GatheringWorker(Worker):
         return len(self.buckets)
 
     @torch.no_grad()
-    def gather_bucket(self, index: int) -> str | None:
-        """All ranks: bring one bucket together on the first. Returns: there what SGLang's server takes."""
+    def gather_bucket(self, index: int, readers: int) -> list[str]:
+        """All ranks: bring one bucket together on the first. Returns: there, what each of SGLang's ranks takes."""
         dtype, copies = self.config.trainer.dtype, self.copies[index]
         mine = [c for c in copies if c.src_rank == self.rank]
         views = packed_views(self.packed[self.rank], mine, dtype)
-        torch._foreach_copy_(views, [copy_view(self.tensors[c.src], c.src_offset, c.shape) for c in mine])
+        copy_boxes(views, [copy_view(self.tensors[c.src], c.src_offset, c.shape) for c in mine])
         if self.rank > 0:
             dist.send(self.packed[self.rank][: packed_bytes(copies, self.rank, dtype)], 0)
-            return None
+            return []
         whole = dict(flattened(self.shared, self.buckets[index]))
         for rank, packed in self.packed.items():
             theirs = [c for c in copies if c.src_rank == rank]
             if rank > 0:
                 dist.recv(packed[: packed_bytes(copies, rank, dtype)], rank)
             into = [copy_view(whole[c.dst], c.dst_offset, c.shape) for c in theirs]
-            torch._foreach_copy_(into, packed_views(packed, theirs, dtype))
-        return serialized(self.shared, self.buckets[index])
+            copy_boxes(into, packed_views(packed, theirs, dtype))
+        # torch counts every reader of a shared tensor down, and the writer once for each time it is pickled.
+        return [serialized(self.shared, self.buckets[index]) for _ in range(readers)]
 
 
 class GatheringTrainer(MegatronTrainer):
@@ -79,8 +82,8 @@ class GatheringTrainer(MegatronTrainer):
     def plan_gather(self) -> int:
         return int(self._call("plan_gather", what="Planning")[0])
 
-    def gather_bucket(self, index: int) -> str:
-        return str(self._call("gather_bucket", index, what="Gathering")[0])
+    def gather_bucket(self, index: int, readers: int) -> list[str]:
+        return list(self._call("gather_bucket", index, readers, what="Gathering")[0])
 
 
 def buckets(layouts: Sequence[TensorLayout]) -> Iterator[list[TensorLayout]]:

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
@@ -128,6 +128,11 @@ class Pool:
                 f"{role} needs {count} x {self.bundle}, and the cluster did not offer it within {timeout_s:.0f} s. "
                 f"Nodes: {nodes}. Add nodes, or lower the number of {role} processes."
             )
+
+    def nodes(self) -> list[str]:
+        """Ray's name of the node that each bundle lies on."""
+        where: dict[int, str] = placement_group_table(self.group)["bundles_to_node_id"]
+        return [where[i] for i in range(len(where))]
 
     def spawn(self, cls: type, *args: Any, index: int, log: Path, concurrency: int = 1) -> Any:
         """Start `cls(*args)` as an actor in bundle `index`; its stdout and stderr go to `log`."""

@@ -114,7 +114,7 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     else:
         verify_every = config.weights.verify_every if config.weights.verify else 0
         wait = partial(gather, what="Weight sync", timeout_s=config.trainer.step_timeout_s, logs=run.logs)
-        sync = EngineSync(trainer, fleet, sync_spec(config, hf), gather=wait, verify_every=verify_every)
+        sync = EngineSync(trainer, fleet, sync_spec(config, hf, trainer, fleet), gather=wait, verify_every=verify_every)
         train(config, Parts(**training, engine=fleet, reward=scoring, recipe=recipe, weights=sync))
     metrics.status("exporting the weights")
     with written_whole(run.hf) as unfinished:
@@ -223,10 +223,13 @@ def checkpoints(config: Config, run: RunDirectory, *, trainer: Any, prompts: Any
     return Checkpoints(run.checkpoints, trainer=trainer, prompts=prompts, steps=config.steps, every=every, keep=keep)
 
 
-def sync_spec(config: Config, hf: dict[str, Any]) -> Any:
-    """What trainer and engines compute their plan from."""
-    from megatron_rl.resharding.spec import SyncSpec
+def sync_spec(config: Config, hf: dict[str, Any], trainer: Any, fleet: Any) -> Any:
+    """What trainer and engines compute their plan from. Every rank has a device of its own."""
+    from megatron_rl.resharding.spec import BUCKET_BYTES, Placement, SyncSpec
 
+    ours, theirs = trainer.nodes, [node for node in fleet.nodes for _ in range(config.rollout.tp)]
+    numbers = {node: i for i, node in enumerate(dict.fromkeys((*ours, *theirs)))}
+    places = [(numbers[node], device) for device, node in enumerate((*ours, *theirs))]
     return SyncSpec(
         hf_config=hf,
         trainer=topology_of(config, load_table(hf)),
@@ -234,6 +237,8 @@ def sync_spec(config: Config, hf: dict[str, Any]) -> Any:
         trainer_dtype=config.trainer.dtype,
         engine_dtype=config.rollout.dtype,
         engines=config.rollout.engines,
+        bucket_bytes=BUCKET_BYTES[fleet.device],
+        placement=Placement(tuple(places[: len(ours)]), tuple(places[len(ours) :])),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron_rl_kernels import copy_boxes, prepare
+from megatron_rl_kernels import checksum_boxes, copy_boxes, prepare
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
@@ -16,9 +16,10 @@ from megatron_rl.resharding.messages import Message, Piece
 from megatron_rl.resharding.schedule import make_schedule, needed_bytes, receives
 from megatron_rl.resharding.spec import LoadReport, Push, SyncSpec, engine_name, trainer_name
 from megatron_rl.resharding.timer import Timer
+from megatron_rl.resharding.transport.ipc import attach_cuda
 from megatron_rl.resharding.transport.links import Link, Session
 from megatron_rl.resharding.transport.network import Network, join_network
-from megatron_rl.resharding.transport.shm import AttachedBuffer, digest
+from megatron_rl.resharding.transport.shm import attach_shared
 from megatron_rl.resharding.transport.slots import Slots
 from megatron_rl.resharding.views import check_tensors, message_views, tensor_views
 
@@ -47,11 +48,13 @@ class Receiver:
         self._messages = receives(schedule, reader)
         self._needed_bytes = needed_bytes(schedule, reader)
         fetched = [m for m in self._messages if self._is_fetched(m)]
-        self._slots = Slots(max((m.nbytes for m in fetched), default=0))
+        self._slots = Slots(max((m.nbytes for m in fetched), default=0), next(iter(parameters.values())).device)
         self._takers = sorted({engine_name(spec, r) for m in fetched for r in m.readers if r != reader})
         self._session: Session | None = None
         self._network: Network | None = None
-        self._attached: dict[str, AttachedBuffer] = {}
+        self._device = next(iter(parameters.values())).device
+        self._attached: dict[str, Tensor] = {}
+        """Buffers of givers, by path."""
         self._unpacking: dict[tuple[int, int], tuple[list[Tensor], list[Tensor], Callable[[], None]]] = {}
         """By memory and message: where its rectangles go to, where they lie in it, and the copy."""
 
@@ -94,7 +97,9 @@ class Receiver:
             self.leave("a new session began.")
             self._session = session = Session(self._me, meeting=push.meeting, name=push.session)
             session.connect(givers=sorted({self._giver(m) for m in self._messages}), takers=self._takers)
-            self._network = join_network(session, self._spec, self._spec.trainer.world_size + self._reader)
+            self._network = join_network(
+                session, self._spec, self._spec.trainer.world_size + self._reader, self._device
+            )
             spec, rank = self._spec, self._reader % self._spec.engine.world_size
             layouts = sglang_layouts(load_table(spec.hf_config), spec.engine, rank, dtype=spec.engine_dtype)
             check_tensors(self._parameters, layouts, whose=self._me)
@@ -161,8 +166,9 @@ class Receiver:
         """The giver's buffer, mapped here."""
         path = news["path"]
         if path not in self._attached:
-            self._attached[path] = AttachedBuffer(path, news["size"])
-        return self._attached[path].bytes
+            on_gpu = self._device.type == "cuda"
+            self._attached[path] = attach_cuda(path) if on_gpu else attach_shared(path, news["size"])
+        return self._attached[path]
 
     def _fetch(
         self, session: Session, message: Message, news: dict[str, Any], *, push: Push, progress: _Progress
@@ -178,7 +184,7 @@ class Receiver:
         self._take(giver.peer, message, news, memory, push, progress)
         giver.send(slot=news["slot"])
         others = {engine_name(self._spec, reader) for reader in message.readers if reader != self._reader}
-        offer = {key: news[key] for key in ("number", "plan", "version", "digest")}
+        offer = {key: news[key] for key in ("number", "plan", "version", "checksum")}
         self._slots.offer(session, others, message.nbytes, **offer)
 
     def _take(
@@ -186,11 +192,11 @@ class Receiver:
     ) -> None:
         """Check a message and write it into the parameters, or compare them with it."""
         with progress.timer("check"):
-            found = digest(memory[: message.nbytes])
-        if found != news["digest"]:
+            (found,) = checksum_boxes([memory[: message.nbytes]])
+        if found != news["checksum"]:
             raise SyncError(
                 f"{self._me}: the {message.nbytes} bytes of message {message.number} from {giver} "
-                f"({_content(message.pieces)}) arrived with digest {found}, sent with {news['digest']}. Push again."
+                f"({_content(message.pieces)}) arrived with checksum {found}, sent with {news['checksum']}. Push again."
             )
         key = memory.data_ptr(), message.number
         if key not in self._unpacking:
@@ -202,6 +208,8 @@ class Receiver:
                 self._compare(message, held, sent)
             else:
                 unpack()
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()  # the giver may fill the buffer again
         if message.kind != "local":
             progress.received_bytes += sum(view.nbytes for view in sent)
 

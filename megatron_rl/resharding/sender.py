@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from megatron_rl_kernels import copy_boxes, prepare
+from megatron_rl_kernels import checksum_boxes, copy_boxes, prepare
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
@@ -16,19 +16,22 @@ from megatron_rl.resharding.spec import Push, SendReport, SyncSpec, engine_name,
 from megatron_rl.resharding.timer import Timer
 from megatron_rl.resharding.transport.links import Session
 from megatron_rl.resharding.transport.network import Network, join_network
-from megatron_rl.resharding.transport.shm import digest
 from megatron_rl.resharding.transport.slots import Slots
 from megatron_rl.resharding.views import check_tensors, message_views, tensor_views
+
+CPU = torch.device("cpu")
 
 
 class Sender:
     """Keeps plan, buffers, views and links between pushes."""
 
-    def __init__(self, spec: SyncSpec, rank: int):
+    def __init__(self, spec: SyncSpec, rank: int, device: torch.device = CPU):
+        """`device`: where the tensors lie."""
+        self._device = device
         self._spec, self._rank, self._me = spec, rank, trainer_name(rank)
         self._messages = sends(make_schedule(spec), rank)
         self._layouts = megatron_layouts(load_table(spec.hf_config), spec.trainer, rank, dtype=spec.trainer_dtype)
-        self._slots = Slots(max((m.nbytes for m in self._messages), default=0))
+        self._slots = Slots(max((m.nbytes for m in self._messages), default=0), device)
         self._takers = sorted({engine_name(spec, reader) for m in self._messages for reader in m.takers})
         self._session: Session | None = None
         self._network: Network | None = None
@@ -54,10 +57,10 @@ class Sender:
                 with timer("pack"):
                     memory = self._pack(tensors, message)
                 with timer("check"):
-                    found = digest(memory)
+                    (found,) = checksum_boxes([memory])
                 takers = {engine_name(self._spec, reader) for reader in message.takers}
                 description = {"number": message.number, "plan": message.digest, "version": push.version}
-                self._slots.offer(session, takers, message.nbytes, digest=found, **description)
+                self._slots.offer(session, takers, message.nbytes, checksum=found, **description)
             with timer("wait"):
                 self._serve(session, until=lambda: self._slots.is_idle)
             for link in session.takers.values():
@@ -73,7 +76,7 @@ class Sender:
             self.leave("a new session began.")
             self._session = session = Session(self._me, meeting=push.meeting, name=push.session)
             session.connect(givers=[], takers=self._takers)
-            self._network = join_network(session, self._spec, self._rank)
+            self._network = join_network(session, self._spec, self._rank, self._device)
         return self._session
 
     def leave(self, reason: str) -> None:

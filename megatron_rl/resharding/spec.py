@@ -9,6 +9,9 @@ from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.resharding.messages import ALIGN_BYTES
 
+BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Of a message, by device: what stays in a CPU's cache from packing to unpacking; what hides a GPU's launches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -31,7 +34,7 @@ class SyncSpec:
     trainer_dtype: str
     engine_dtype: str
     engines: int = 1
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int = BUCKET_BYTES["cpu"]
     """Of one message, at most; each side holds two."""
     placement: Placement | None = None
     """None: all on one node, each on a device of its own."""

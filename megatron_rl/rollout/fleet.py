@@ -45,11 +45,13 @@ class Fleet:
         self._rollout, self._sampling, self._logs = rollout, sampling, logs
         self._context_length = min(context_length, rollout.max_total_tokens)
         self._version = 0
-        device = "cuda" if pool.bundle.get("GPU") else "cpu"
+        self.nodes = pool.nodes()
+        """Of each engine."""
+        self.device = "cuda" if pool.bundle.get("GPU") else "cpu"
         self._servers = {
             name: pool.spawn(
                 Server,
-                _settings(rollout, name, model_directory, device=device, logs=logs),
+                _settings(rollout, name, model_directory, device=self.device, logs=logs),
                 index=i,
                 log=logs / f"{name}.actor.log",
                 concurrency=CONCURRENT_CALLS,

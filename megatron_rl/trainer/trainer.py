@@ -30,6 +30,8 @@ class MegatronTrainer:
         Rank i logs to `logs`/trainer-i.log.
         """
         self._config, self._logs = config, logs
+        self.nodes = pool.nodes()
+        """Of each rank."""
         self._actors = [
             pool.spawn(self.worker, config, rank, str(model_directory), index=rank, log=logs / f"{_name(rank)}.log")
             for rank in range(config.trainer.world_size)

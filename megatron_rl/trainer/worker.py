@@ -233,7 +233,7 @@ class Worker:
         """Give the engines' ranks what they need of this one, while they load."""
         key = json.dumps(spec.to_json(), sort_keys=True)
         if key not in self.senders:
-            self.senders[key] = Sender(spec, self.rank)
+            self.senders[key] = Sender(spec, self.rank, self.device)
         return self.senders[key].send(self.tensors, push)
 
     def close(self) -> None:

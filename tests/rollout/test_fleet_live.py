@@ -130,7 +130,7 @@ def test_a_push_reaches_both_engines_and_a_damaged_one_leaves_them_paused(
     with monkeypatch.context() as patch:
         flip_a_bit(patch)
         with pytest.raises(
-            SyncError, match=r"engine-\d did not take the weights.*engine \d rank 0.*trainer rank 0.*digest"
+            SyncError, match=r"engine-\d did not take the weights.*engine \d rank 0.*trainer rank 0.*checksum"
         ):
             back.push(version=8)
     with pytest.raises(SyncError, match="may hold a mixture of weights"):
@@ -148,8 +148,9 @@ def test_a_push_reaches_both_engines_and_a_damaged_one_leaves_them_paused(
 def test_engines_that_die_are_named_and_leave_no_process(setting: Setting) -> None:
     """Last: the fleet does not survive it."""
     ours = {p: " ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)}
-    servers = {p.pid: p for p, line in ours.items() if "megatron_rl.rollout.launch" in line}
-    waiting = [p for p, line in ours.items() if "megatron-rl: waits" in line]
+    launched = {p for p, line in ours.items() if "megatron_rl.rollout.launch" in line}
+    servers = {p.pid: p for p in launched if ours.get(p.parent(), "").startswith("ray::")}
+    waiting = [p for p, line in ours.items() if line in {f"megatron-rl: waits for the end of {pid}" for pid in servers}]
     assert len(servers) == len(waiting) == ENGINES
     schedulers = [p for p, line in ours.items() if line.startswith("sglang::")]
     first, second = sorted(servers)

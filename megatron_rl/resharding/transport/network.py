@@ -15,14 +15,14 @@ from megatron_rl.resharding.transport.links import STALL_S, Session
 class Network:
     """NCCL where tensors are on GPUs, else gloo."""
 
-    def __init__(self, session: Session, *, rank: int, size: int):
+    def __init__(self, session: Session, *, rank: int, size: int, device: torch.device):
         """Meet all `size` members: trainer ranks, then those of the engines.
 
         Raises: SyncError when some do not come within STALL_S.
         """
         self._me = session.me
         store = dist.PrefixStore(f"{session.name}/network", session.store)  # type: ignore[attr-defined]
-        make = _nccl if torch.cuda.is_available() else _gloo
+        make = _nccl if device.type == "cuda" else _gloo
         try:
             self._group = make(store, rank, size, session.host)
         except RuntimeError as error:
@@ -61,9 +61,10 @@ def _nccl(store: Any, rank: int, size: int, host: str) -> dist.ProcessGroup:
     return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())  # type: ignore[return-value]
 
 
-def join_network(session: Session, spec: SyncSpec, rank: int) -> Network | None:
+def join_network(session: Session, spec: SyncSpec, rank: int, device: torch.device) -> Network | None:
     """The group of all trainer ranks and then all engine ranks; None where all stand on one node."""
     placed = spec.placed()
     if len({node for node, _ in (*placed.trainers, *placed.engines)}) == 1:
         return None
-    return Network(session, rank=rank, size=spec.trainer.world_size + spec.readers)
+    size = spec.trainer.world_size + spec.readers
+    return Network(session, rank=rank, size=size, device=device)

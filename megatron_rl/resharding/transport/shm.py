@@ -8,7 +8,6 @@ import mmap
 import os
 
 import torch
-import xxhash
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
@@ -35,36 +34,19 @@ class SharedBuffer:
         os.close(self._descriptor)
 
 
-class AttachedBuffer:
-    """Another process's SharedBuffer, mapped here."""
+def attach_shared(path: str, nbytes: int) -> Tensor:
+    """Another process's SharedBuffer: uint8 [nbytes], not to be written.
 
-    def __init__(self, path: str, nbytes: int):
-        """Raises: SyncError when the owner is gone or the size is not the announced one."""
-        try:
-            with open(path, "r+b") as file:
-                status = os.fstat(file.fileno())
-                if status.st_size != nbytes:
-                    raise SyncError(
-                        f"{path} has {status.st_size} bytes where {nbytes} were announced: not the expected bucket."
-                    )
-                self._memory = mmap.mmap(file.fileno(), nbytes)
-        except OSError as error:
-            raise SyncError(
-                f"The shared memory {path} cannot be opened ({error}): the trainer rank that wrote it has ended, "
-                "or runs as another user or on another machine. Start both sides on one machine as one user."
-            ) from error
-        self._path, self._inode = path, status.st_ino
-        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        """uint8 [nbytes]; not to be written."""
-
-    def is_stale(self) -> bool:
-        """Whether its path no longer names the memory mapped here, because the owner ended."""
-        try:
-            return os.stat(self._path).st_ino != self._inode
-        except OSError:
-            return True
-
-
-def digest(data: Tensor) -> str:
-    """xxh3-128 of uint8 [n]."""
-    return xxhash.xxh3_128_hexdigest(data.numpy())
+    Raises: SyncError when the owner is gone or the size is not the announced one.
+    """
+    try:
+        with open(path, "r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != nbytes:
+                raise SyncError(f"{path} has {size} bytes where {nbytes} were announced: not the expected buffer.")
+            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+    except OSError as error:
+        raise SyncError(
+            f"The shared memory {path} cannot be opened ({error}): the process that wrote it has ended, or runs as "
+            "another user or on another machine. Start both sides on one machine as one user."
+        ) from error

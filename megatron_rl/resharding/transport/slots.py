@@ -1,10 +1,13 @@
 """The giver's memory: two buffers, so that one is filled while takers read the other."""
 
 from collections.abc import Collection
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
+from megatron_rl.resharding.transport.ipc import CudaBuffer
 from megatron_rl.resharding.transport.links import Session
 from megatron_rl.resharding.transport.shm import SharedBuffer
 
@@ -14,10 +17,11 @@ SLOTS = 2
 class Slots:
     """Filled in turn; a slot is free again when all its takers have answered."""
 
-    def __init__(self, nbytes: int):
+    def __init__(self, nbytes: int, device: torch.device):
         """`nbytes` of the largest message; 0 when this process gives nothing."""
         self.nbytes = SLOTS * nbytes
-        self._buffers = [SharedBuffer(nbytes) for _ in range(SLOTS)] if nbytes else []
+        make = partial(CudaBuffer, device=device) if device.type == "cuda" else SharedBuffer
+        self._buffers = [make(nbytes) for _ in range(SLOTS)] if nbytes else []
         self._waiting_for: list[set[str]] = [set() for _ in range(SLOTS)]
         self._filled = [0] * SLOTS
         self._next = 0

@@ -147,7 +147,7 @@ def test_a_push_reaches_both_engines_and_a_damaged_one_leaves_them_paused(
 
 def test_engines_that_die_are_named_and_leave_no_process(setting: Setting) -> None:
     """Last: the fleet does not survive it."""
-    ours = {p: " ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)}
+    ours = {p: " ".join(p.cmdline()).strip() for p in psutil.Process().children(recursive=True)}
     launched = {p for p, line in ours.items() if "megatron_rl.rollout.launch" in line}
     servers = {p.pid: p for p in launched if ours.get(p.parent(), "").startswith("ray::")}
     waiting = [p for p, line in ours.items() if line in {f"megatron-rl: waits for the end of {pid}" for pid in servers}]

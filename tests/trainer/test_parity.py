@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.layouts.boxes import TensorLayout
-from megatron_rl.resharding.execute import copy_view
+from megatron_rl.resharding.views import copy_view
 from megatron_rl.trainer import step
 from megatron_rl.trainer.rank_batch import micro_batches, split
 from megatron_rl.types import Rollouts
@@ -44,6 +44,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_ep2": (4, {"pp": 2, "ep": 2}),
     "ep2_etp2": (4, {"ep": 2, "etp": 2}),
     "tp2_pp2_vpp2_cp2_ep2": (8, {**TP2, "pp": 2, "vpp": 2, "cp": 2, "ep": 2}),
+}
+STRINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ends_alone": (4, {"pp": 4, "pipeline_layout": "E|ttt|t|L"}),
+    "empty_chunk": (4, {"pp": 2, "vpp": 2, "ep": 2, "pipeline_layout": "Ettt||t|L"}),
 }
 
 
@@ -126,6 +130,7 @@ def rollouts_from_one() -> Rollouts:
 
 CASES = [
     *((family, name) for family in GRID for name in LAYOUTS),
+    *(("qwen3_moe", name) for name in STRINGS),
     ("qwen2_moe", "tp2_ep2"),  # gate of the shared expert, q, k, v biases
     ("glm4_moe", "tp2_ep2"),  # part of a head rotated, router in float32
     *(("qwen2", name) for name in ("tp2", "pp2", "pp2_vpp2")),  # the output layer is the embedding
@@ -146,7 +151,7 @@ def one_rank(request: Any, tmp_path_factory: Any) -> Any:
 @pytest.mark.parametrize(("one_rank", "name"), CASES, indirect=["one_rank"])
 def test_layout_has_the_logits_and_gradients_of_one_rank(one_rank: Any, name: str, tmp_path: Path) -> None:
     directory, logits, gradients, metrics = one_rank
-    world_size, parallel = LAYOUTS[name]
+    world_size, parallel = {**LAYOUTS, **STRINGS}[name]
     dp = world_size // (parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1))
     batch = make_batch(rollouts_from_one(), (SCHEDULES[dp],))
 

@@ -281,6 +281,9 @@ class WeightsConfig:
     """Also compare every element of the engines' parameters, after the load, with what the trainer sent."""
     verify_every: int = 1
     """With verify: weight versions (steps) that this divides."""
+    delta: bool = False
+    """Send only the elements that changed since the last version. The trainer then keeps a copy of what it sent, once
+    more its share of the weights in the engines' dtype."""
 
     def __post_init__(self) -> None:
         _at_least("weights.verify_every", self.verify_every, 1)

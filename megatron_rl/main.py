@@ -239,6 +239,7 @@ def sync_spec(config: Config, hf: dict[str, Any], trainer: Any, fleet: Any) -> A
         engines=config.rollout.engines,
         bucket_bytes=BUCKET_BYTES[fleet.device],
         placement=Placement(tuple(places[: len(ours)]), tuple(places[len(ours) :])),
+        delta=config.weights.delta,
     )
 
 

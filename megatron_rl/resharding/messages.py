@@ -54,6 +54,12 @@ class Message:
     pieces: tuple[Piece, ...]
 
     @property
+    def content(self) -> str:
+        """As errors name it."""
+        first, last = self.pieces[0].tensor, self.pieces[-1].tensor
+        return first if first == last else f"{first} ... {last}"
+
+    @property
     def takers(self) -> tuple[int, ...]:
         """The readers that the sender itself deals with."""
         return (self.fetcher,) if self.kind == "network" else self.readers

@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_rl.errors import SyncError
 from megatron_rl.layouts.compile import sglang_layouts
 from megatron_rl.models import load_table
-from megatron_rl.resharding.messages import Message, Piece
+from megatron_rl.resharding.delta import Rebuild
+from megatron_rl.resharding.messages import Message
 from megatron_rl.resharding.schedule import make_schedule, needed_bytes, receives
 from megatron_rl.resharding.spec import LoadReport, Push, SyncSpec, engine_name, trainer_name
 from megatron_rl.resharding.timer import Timer
@@ -34,6 +35,7 @@ class _Progress:
     """Trainer ranks that have not said that they are done."""
     to_fetch: deque[tuple[Message, dict[str, Any]]] = field(default_factory=deque)
     received_bytes: int = 0
+    covered_bytes: int = 0
     timer: Timer = field(default_factory=Timer)
 
 
@@ -57,6 +59,7 @@ class Receiver:
         """Buffers of givers, by path."""
         self._unpacking: dict[tuple[int, int], tuple[list[Tensor], list[Tensor], Callable[[], None]]] = {}
         """By memory and message: where its rectangles go to, where they lie in it, and the copy."""
+        self._rebuild = Rebuild(self._me, parameters, max((m.nbytes for m in self._messages), default=0))
 
     @torch.no_grad()
     def receive(self, push: Push) -> LoadReport:
@@ -66,7 +69,9 @@ class Receiver:
         something else than expected. What was written until then stays written.
         """
         try:
-            return self._receive(self._join(push), push)
+            report = self._receive(self._join(push), push)
+            self._rebuild.version = push.version
+            return report
         except BaseException as error:
             self.leave(str(error) if isinstance(error, SyncError) else f"{self._me}: {error!r}")
             raise
@@ -77,7 +82,7 @@ class Receiver:
             self._session.fail(reason)
         self._session = self._network = None
         self._slots.reset()
-        self._attached, self._unpacking = {}, {}
+        self._attached, self._unpacking, self._rebuild.version = {}, {}, None
 
     def close(self) -> None:
         """Free the buffers and the links."""
@@ -119,8 +124,9 @@ class Receiver:
             while progress.to_fetch and self._slots.is_free:
                 self._fetch(session, *progress.to_fetch.popleft(), push=push, progress=progress)
         unpack_s, check_s, wait_s = (progress.timer[stage] for stage in ("unpack", "check", "wait"))
-        received = progress.received_bytes
-        return LoadReport(received, self._needed_bytes, unpack_s, check_s, wait_s, self._slots.nbytes)
+        received, covered = progress.received_bytes, progress.covered_bytes
+        staging_bytes = self._slots.nbytes + self._rebuild.nbytes
+        return LoadReport(received, covered, self._needed_bytes, unpack_s, check_s, wait_s, staging_bytes)
 
     def _hear(self, session: Session, link: Link, push: Push, progress: _Progress) -> None:
         """Deal with one message of a peer."""
@@ -131,7 +137,7 @@ class Receiver:
             if left := progress.expected[link.peer]:
                 raise SyncError(
                     f"{self._me}: {link.peer} is done and {len(left)} of its messages never came, the first with "
-                    f"{_content(next(iter(left.values())).pieces)}. Push again."
+                    f"{next(iter(left.values())).content}. Push again."
                 )
             progress.open.remove(link.peer)
         else:
@@ -157,7 +163,7 @@ class Receiver:
             )
         if news["plan"] != due.digest:
             raise SyncError(
-                f"{self._me} expects {_content(due.pieces)} in message {due.number} of {giver}, which describes it "
+                f"{self._me} expects {due.content} in message {due.number} of {giver}, which describes it "
                 "otherwise: the two computed different plans. Run the same version of megatron_rl on both sides."
             )
         return due
@@ -176,28 +182,32 @@ class Receiver:
         """Get a message from another node, and hand it on inside this one."""
         assert self._network is not None, "messages come from other nodes only where there are several"
         giver = session.givers[trainer_name(message.src)]
-        memory = self._slots.next(message.nbytes)
-        work = self._network.receive(memory, message.src)
-        giver.send(slot=news["slot"], fetch_as=self._spec.trainer.world_size + self._reader)
-        with progress.timer("wait"):
-            self._network.wait(work)
+        memory = self._slots.next(news["nbytes"])
+        if len(memory):  # nothing changed, else
+            work = self._network.receive(memory, message.src)
+            giver.send(slot=news["slot"], fetch_as=self._spec.trainer.world_size + self._reader)
+            with progress.timer("wait"):
+                self._network.wait(work)
         self._take(giver.peer, message, news, memory, push, progress)
         giver.send(slot=news["slot"])
         others = {engine_name(self._spec, reader) for reader in message.readers if reader != self._reader}
-        offer = {key: news[key] for key in ("number", "plan", "version", "checksum")}
-        self._slots.offer(session, others, message.nbytes, **offer)
+        offer = {key: news[key] for key in ("number", "plan", "version", "checksum", "delta")}
+        self._slots.offer(session, others, len(memory), **offer)
 
     def _take(
         self, giver: str, message: Message, news: dict[str, Any], memory: Tensor, push: Push, progress: _Progress
     ) -> None:
         """Check a message and write it into the parameters, or compare them with it."""
+        sent_bytes = news["nbytes"]
         with progress.timer("check"):
-            (found,) = checksum_boxes([memory[: message.nbytes]])
+            (found,) = checksum_boxes([memory[:sent_bytes]])
         if found != news["checksum"]:
             raise SyncError(
-                f"{self._me}: the {message.nbytes} bytes of message {message.number} from {giver} "
-                f"({_content(message.pieces)}) arrived with checksum {found}, sent with {news['checksum']}. Push again."
+                f"{self._me}: the {sent_bytes} bytes of message {message.number} from {giver} "
+                f"({message.content}) arrived with checksum {found}, sent with {news['checksum']}. Push again."
             )
+        if news["delta"]:
+            memory = self._rebuild(giver, message, memory, progress.timer, **news["delta"])
         key = memory.data_ptr(), message.number
         if key not in self._unpacking:
             held, sent = tensor_views(self._parameters, message.pieces), message_views(memory, message.pieces)
@@ -211,7 +221,9 @@ class Receiver:
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()  # the giver may fill the buffer again
         if message.kind != "local":
-            progress.received_bytes += sum(view.nbytes for view in sent)
+            covered = sum(view.nbytes for view in sent)
+            progress.covered_bytes += covered
+            progress.received_bytes += sent_bytes if news["delta"] else covered
 
     def _compare(self, message: Message, held: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Raises: SyncError naming tensor, ranks and the first element that differs."""
@@ -228,8 +240,3 @@ class Receiver:
                     f"{trainer_name(message.src)} sent {want[tuple(at)].item()}: something wrote over it. Switch off "
                     "what changes weights in the engine (rollout.sglang), or test the machine's memory."
                 )
-
-
-def _content(pieces: Sequence[Piece]) -> str:
-    first, last = pieces[0].tensor, pieces[-1].tensor
-    return first if first == last else f"{first} ... {last}"

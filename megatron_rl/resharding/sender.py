@@ -1,6 +1,7 @@
 """One trainer rank's half of a push: packs its messages, one after the other, and waits for those who take them."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import Tensor
 from megatron_rl.errors import SyncError
 from megatron_rl.layouts.compile import megatron_layouts
 from megatron_rl.models import load_table
+from megatron_rl.resharding.delta import Held, clear_gaps
 from megatron_rl.resharding.messages import Message
 from megatron_rl.resharding.schedule import make_schedule, sends
 from megatron_rl.resharding.spec import Push, SendReport, SyncSpec, engine_name, trainer_name
@@ -40,6 +42,8 @@ class Sender:
         self._addresses: tuple[int, ...] = ()
         self._packing: dict[tuple[int, int], Callable[[], None]] = {}
         """By slot and message."""
+        self._held = Held()
+        """Stays empty without `spec.delta`."""
 
     @torch.no_grad()
     def send(self, tensors: Mapping[str, Tensor], push: Push) -> SendReport:
@@ -51,21 +55,24 @@ class Sender:
         try:
             session = self._join(push)
             self._bind(tensors)
+            self._held.begin()
             for message in self._messages:
                 with timer("wait"):
                     self._serve(session, until=lambda: self._slots.is_free)
                 with timer("pack"):
                     memory = self._pack(tensors, message)
-                with timer("check"):
-                    (found,) = checksum_boxes([memory])
+                memory, content = self._content(message, memory, push, timer)
                 takers = {engine_name(self._spec, reader) for reader in message.takers}
                 description = {"number": message.number, "plan": message.digest, "version": push.version}
-                self._slots.offer(session, takers, message.nbytes, checksum=found, **description)
+                self._slots.offer(session, takers, len(memory), **description, **content)
             with timer("wait"):
                 self._serve(session, until=lambda: self._slots.is_idle)
             for link in session.takers.values():
                 link.send(end=push.version)
-            return SendReport(timer["pack"], timer["check"], timer["wait"], self._slots.nbytes)
+            held = self._held
+            held.version = push.version
+            staging_bytes = self._slots.nbytes + held.nbytes
+            return SendReport(timer["pack"], timer["check"], timer["wait"], staging_bytes, held.compared, held.changed)
         except BaseException as error:
             self.leave(str(error) if isinstance(error, SyncError) else f"{self._me}: {error!r}")
             raise
@@ -86,6 +93,7 @@ class Sender:
         self._session = self._network = None
         self._sending.clear()
         self._slots.reset()
+        self._held.forget()
 
     def _bind(self, tensors: Mapping[str, Tensor]) -> None:
         addresses = tuple(t.data_ptr() for t in tensors.values())
@@ -100,8 +108,25 @@ class Sender:
         if key not in self._packing:
             slot, own = message_views(memory, message.pieces), tensor_views(tensors, message.pieces)
             self._packing[key] = prepare(copy_boxes, slot, own)
+        if self._spec.delta:
+            clear_gaps(memory, message)
         self._packing[key]()
         return memory
+
+    def _content(self, message: Message, memory: Tensor, push: Push, timer: Timer) -> tuple[Tensor, dict[str, Any]]:
+        """What of a filled slot is sent, the message or what changed in it, and how it is announced."""
+        with timer("check"):
+            (whole,) = checksum_boxes([memory])
+        changes = None
+        if self._spec.delta and not push.compare:
+            with timer("pack"):
+                changes = self._held.shorten(message, memory)
+        if changes is None:
+            return memory, {"checksum": whole, "delta": None}
+        memory, count = changes
+        with timer("check"):
+            (found,) = checksum_boxes([memory])
+        return memory, {"checksum": found, "delta": {"since": self._held.version, "count": count, "checksum": whole}}
 
     def _serve(self, session: Session, *, until: Callable[[], bool]) -> None:
         """Hear the takers."""

@@ -38,6 +38,8 @@ class SyncSpec:
     """Of one message, at most; each side holds two."""
     placement: Placement | None = None
     """None: all on one node, each on a device of its own."""
+    delta: bool = False
+    """Send what changed since the version before, where that is shorter."""
 
     def __post_init__(self) -> None:
         if self.engines < 1 or self.bucket_bytes < ALIGN_BYTES:
@@ -102,6 +104,10 @@ class SendReport:
     """For takers."""
     staging_bytes: int
     """Memory beside the weights."""
+    compared: int
+    """Elements that were compared with the version before; 0 where none is known to be on the engines."""
+    changed: int
+    """Of those, the ones whose bits differ. Both count words of a message's smallest element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,8 @@ class LoadReport:
 
     received_bytes: int
     """Counted where they were taken out of a peer's memory or the network; those of the own device left out."""
+    covered_bytes: int
+    """Of the parameters that they brought up to date, counted there too: as many, unless only changes came."""
     needed_bytes: int
     """Of the rank's parameters, without padding and what a trainer rank on the own device holds."""
     unpack_s: float

@@ -85,7 +85,10 @@ class EngineSync:
         received = sum(r.received_bytes for r in loaded)
         both: list[SendReport | LoadReport] = [*sent, *loaded]
         logger.info("synced version %d: %.3f GB in %.2f s", version, received / 1e9, times[-1] - times[0])
+        compared = sum(r.compared for r in sent)
+        changed = {"sync/changed_share": sum(r.changed for r in sent) / compared} if compared else {}
         return {
+            **changed,
             "sync/bytes_received": float(received),
             "sync/bytes_needed": float(sum(r.needed_bytes for r in loaded)),
             "sync/staging_bytes": float(max(r.staging_bytes for r in both)),
@@ -102,10 +105,10 @@ class EngineSync:
         sending, loading = self._sender.sending(self._spec, push), self._receiver.loading(self._spec, push)
         reports = self._gather({**sending, **loading})
         loaded = [report for engine in reports[len(sending) :] for report in engine]
-        received, needed = sum(r.received_bytes for r in loaded), sum(r.needed_bytes for r in loaded)
-        if received != needed:
+        covered, needed = sum(r.covered_bytes for r in loaded), sum(r.needed_bytes for r in loaded)
+        if covered != needed:
             raise SyncError(
-                f"The engines' parameters take {needed} bytes and {received} arrived: the layout table leaves out or "
+                f"The engines' parameters take {needed} bytes and {covered} arrived: the layout table leaves out or "
                 "repeats part of a parameter. The engines stay paused."
             )
         return list(reports[: len(sending)]), loaded

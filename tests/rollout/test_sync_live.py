@@ -107,6 +107,34 @@ def test_an_error_on_one_rank_names_it_and_a_later_push_heals(
     assert state_of(server) == fresh[2]
 
 
+def test_what_changed_leaves_a_server_as_everything_does(engines: Engines, fresh: dict[int, Any]) -> None:
+    server = engines.servers[2]
+    spec = SyncSpec(
+        hf_config(engines.path),
+        MegatronTopology(world_size=1, num_layers=4, mtp_layers=int(engines.family == "deepseek_v3")),
+        SglangTopology(tp=2),
+        *["float32"] * 2,
+        delta=True,
+    )
+    trainer = RankHere(engines.path, spec)
+    sync = EngineSync(trainer, OneServer(server), spec, gather=gather, verify_every=3)
+    original = {name: t.clone() for name, t in trainer.tensors.items()}
+    for t in trainer.tensors.values():
+        t.flatten()[::50] += 0.5
+    metrics = [sync.push(version=1)]
+    between = state_of(server)
+    for name, t in trainer.tensors.items():
+        t.copy_(original[name])
+    metrics += [sync.push(version=2), sync.push(version=3)]
+
+    assert between != fresh[2] == state_of(server)
+    needed = metrics[0]["sync/bytes_needed"]
+    assert metrics[0]["sync/bytes_received"] == needed and "sync/changed_share" not in metrics[0]
+    assert 0.02 < metrics[1]["sync/changed_share"] < 0.03
+    assert 0.04 < metrics[1]["sync/bytes_received"] / needed < 0.06
+    assert metrics[2]["sync/bytes_received"] == metrics[2]["sync/changed_share"] == 0
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_pushed_server_equals_one_that_loaded_the_export(
     engines: Engines, fresh: dict[int, Any], layout: str, tmp_path: Path

@@ -44,7 +44,7 @@ class Slots:
         """Tell `takers` that the next slot is filled, and go on to the other."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
         buffer, self._filled[slot] = self._buffers[slot], nbytes
-        place = {"slot": slot, "path": buffer.path, "size": buffer.nbytes}
+        place = {"slot": slot, "path": buffer.path, "size": buffer.nbytes, "nbytes": nbytes}
         self._waiting_for[slot] = set(takers)
         for taker in takers:
             session.takers[taker].send(**place, **description)

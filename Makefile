@@ -2,6 +2,8 @@
 export HF_HUB_OFFLINE := 1
 export PYTHONPATH := $(CURDIR)
 PY := .venv/bin/python
+# Two processes, which take whole groups of tests (tests/conftest.py) in order.
+TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: env demo bench check test test-fast format
 
@@ -28,10 +30,10 @@ check: env  ## Style and types
 	$(PY) -m mypy
 
 test: env  ## Everything, with live servers and whole runs
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q $(TWO)
 
 test-fast: env  ## Without live servers: seconds to a few minutes
-	$(PY) -m pytest -q -m "not live"
+	$(PY) -m pytest -q $(TWO) -m "not live"
 
 format: env
 	$(PY) -m ruff check --fix .

@@ -18,11 +18,13 @@ from megatron_rl.resharding.schedule import make_schedule, needed_bytes, receive
 from megatron_rl.resharding.spec import LoadReport, Push, SyncSpec, engine_name, trainer_name
 from megatron_rl.resharding.timer import Timer
 from megatron_rl.resharding.transport.ipc import attach_cuda
-from megatron_rl.resharding.transport.links import Link, Session
+from megatron_rl.resharding.transport.links import PATIENCE_S, Link, Session
 from megatron_rl.resharding.transport.network import Network, join_network
 from megatron_rl.resharding.transport.shm import attach_shared
 from megatron_rl.resharding.transport.slots import Slots
 from megatron_rl.resharding.views import check_tensors, message_views, tensor_views
+
+_DIFFERENT_PLANS = "The two computed different plans: run the same version of megatron_rl on both sides."
 
 
 @dataclass(slots=True)
@@ -80,6 +82,8 @@ class Receiver:
         """Close the links, if there are any, and tell the peers why."""
         if self._session is not None:
             self._session.fail(reason)
+        if self._network is not None:
+            self._network.abort()
         self._session = self._network = None
         self._slots.reset()
         self._attached, self._unpacking, self._rebuild.version = {}, {}, None
@@ -99,7 +103,7 @@ class Receiver:
     def _join(self, push: Push) -> Session:
         """The links of the push's session, made when it is a new one; a new one checks the parameters too."""
         if self._session is None or self._session.name != push.session:
-            self.leave("a new session began.")
+            self.leave(f"{self._me}: a new session began.")
             self._session = session = Session(self._me, meeting=push.meeting, name=push.session)
             session.connect(givers=sorted({self._giver(m) for m in self._messages}), takers=self._takers)
             self._network = join_network(
@@ -118,7 +122,8 @@ class Receiver:
         progress.open = {trainer_name(m.src) for m in self._messages} & session.givers.keys()
         while progress.open or any(progress.expected.values()) or progress.to_fetch or not self._slots.is_idle:
             with progress.timer("wait"):
-                ready = session.ready()
+                patience_s = PATIENCE_S if self._slots.is_idle else 0.0
+                ready = session.ready(lambda: [*self._slots.owed(), *_owed(progress)], patience_s=patience_s)
             for link in ready:
                 self._hear(session, link, push, progress)
             while progress.to_fetch and self._slots.is_free:
@@ -157,14 +162,15 @@ class Receiver:
             )
         due = progress.expected[giver].pop(news["number"], None)
         if due is None:
+            known = [m.content for m in self._messages if (self._giver(m), m.number) == (giver, news["number"])]
             raise SyncError(
-                f"{self._me}: {giver} sent message {news['number']}, which was not due: it was sent twice, or the two "
-                "computed different plans. Run the same version of megatron_rl on both sides, and push again."
+                f"{self._me}: {giver} sent message {news['number']} "
+                + (f"({known[0]}) twice. Push again." if known else f"which is not expected. {_DIFFERENT_PLANS}")
             )
         if news["plan"] != due.digest:
             raise SyncError(
-                f"{self._me} expects {due.content} in message {due.number} of {giver}, which describes it "
-                "otherwise: the two computed different plans. Run the same version of megatron_rl on both sides."
+                f"{self._me} expects {due.content} in message {due.number} of {giver}, which describes it otherwise. "
+                + _DIFFERENT_PLANS
             )
         return due
 
@@ -192,7 +198,7 @@ class Receiver:
         giver.send(slot=news["slot"])
         others = {engine_name(self._spec, reader) for reader in message.readers if reader != self._reader}
         offer = {key: news[key] for key in ("number", "plan", "version", "checksum", "delta")}
-        self._slots.offer(session, others, len(memory), **offer)
+        self._slots.offer(session, others, len(memory), content=message.content, **offer)
 
     def _take(
         self, giver: str, message: Message, news: dict[str, Any], memory: Tensor, push: Push, progress: _Progress
@@ -240,3 +246,11 @@ class Receiver:
                     f"{trainer_name(message.src)} sent {want[tuple(at)].item()}: something wrote over it. Switch off "
                     "what changes weights in the engine (rollout.sglang), or test the machine's memory."
                 )
+
+
+def _owed(progress: _Progress) -> list[str]:
+    """Which givers have not sent what."""
+    first = {giver: next(iter(left.values())).content for giver, left in progress.expected.items() if left}
+    return [f"{giver} has not sent {content}" for giver, content in first.items()] + [
+        f"{giver} has not said that it is done" for giver in sorted(progress.open - first.keys())
+    ]

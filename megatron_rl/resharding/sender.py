@@ -64,7 +64,7 @@ class Sender:
                 memory, content = self._content(message, memory, push, timer)
                 takers = {engine_name(self._spec, reader) for reader in message.takers}
                 description = {"number": message.number, "plan": message.digest, "version": push.version}
-                self._slots.offer(session, takers, len(memory), **description, **content)
+                self._slots.offer(session, takers, len(memory), content=message.content, **description, **content)
             with timer("wait"):
                 self._serve(session, until=lambda: self._slots.is_idle)
             for link in session.takers.values():
@@ -80,7 +80,7 @@ class Sender:
     def _join(self, push: Push) -> Session:
         """The links of the push's session, made when it is a new one."""
         if self._session is None or self._session.name != push.session:
-            self.leave("a new session began.")
+            self.leave(f"{self._me}: a new session began.")
             self._session = session = Session(self._me, meeting=push.meeting, name=push.session)
             session.connect(givers=[], takers=self._takers)
             self._network = join_network(session, self._spec, self._rank, self._device)
@@ -90,6 +90,8 @@ class Sender:
         """Close the links, if there are any, and tell the peers why."""
         if self._session is not None:
             self._session.fail(reason)
+        if self._network is not None:
+            self._network.abort()
         self._session = self._network = None
         self._sending.clear()
         self._slots.reset()
@@ -131,7 +133,7 @@ class Sender:
     def _serve(self, session: Session, *, until: Callable[[], bool]) -> None:
         """Hear the takers."""
         while not until():
-            for link in session.ready():
+            for link in session.ready(self._slots.owed):
                 news = link.receive()
                 slot = news["slot"]
                 if "fetch_as" in news:

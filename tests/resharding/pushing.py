@@ -123,7 +123,7 @@ def flip_a_bit(patch: pytest.MonkeyPatch, *, of: int = 0) -> None:
     offer = Slots.offer
 
     def damaged(slots: Slots, session: Session, takers: Collection[str], nbytes: int, **description: Any) -> None:
-        if next(offers) == of:
+        if takers and next(offers) == of:
             slots.next(nbytes)[nbytes // 2] ^= 1
         offer(slots, session, takers, nbytes, **description)
 

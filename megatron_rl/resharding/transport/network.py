@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
-from megatron_rl.resharding.spec import SyncSpec
+from megatron_rl.resharding.spec import SyncSpec, engine_name, trainer_name
 from megatron_rl.resharding.transport.links import STALL_S, Session
 
 
@@ -20,7 +20,7 @@ class Network:
 
         Raises: SyncError when some do not come within STALL_S.
         """
-        self._me = session.me
+        self._session, self._me = session, session.me
         store = dist.PrefixStore(f"{session.name}/network", session.store)  # type: ignore[attr-defined]
         make = _nccl if device.type == "cuda" else _gloo
         try:
@@ -33,21 +33,26 @@ class Network:
         try:
             return self._group.send([data], peer, 0)
         except RuntimeError as error:
-            raise SyncError(f"{self._me} could not send: {error}") from error
+            raise self._session.reason(SyncError(f"{self._me} could not send: {error}")) from error
 
     def receive(self, into: Tensor, peer: int) -> dist.Work:
         """Begin to receive."""
         try:
             return self._group.recv([into], peer, 0)
         except RuntimeError as error:
-            raise SyncError(f"{self._me} could not receive: {error}") from error
+            raise self._session.reason(SyncError(f"{self._me} could not receive: {error}")) from error
 
     def wait(self, work: dist.Work) -> None:
         """Until the bytes have moved. Raises: SyncError when the peer is gone or stalls."""
         try:
             work.wait(timedelta(seconds=STALL_S))
         except RuntimeError as error:
-            raise SyncError(f"{self._me}: the other end of a transfer is gone or stalled: {error}") from error
+            gone = SyncError(f"{self._me}: the other end of a transfer is gone or stalled: {error}")
+            raise self._session.reason(gone) from error
+
+    def abort(self) -> None:
+        """Break off what is under way, which the other ends notice at once."""
+        self._group.abort()
 
 
 def _gloo(store: Any, rank: int, size: int, host: str) -> dist.ProcessGroup:
@@ -66,5 +71,7 @@ def join_network(session: Session, spec: SyncSpec, rank: int, device: torch.devi
     placed = spec.placed()
     if len({node for node, _ in (*placed.trainers, *placed.engines)}) == 1:
         return None
-    size = spec.trainer.world_size + spec.readers
-    return Network(session, rank=rank, size=size, device=device)
+    everybody = [trainer_name(r) for r in range(spec.trainer.world_size)]
+    everybody += [engine_name(spec, r) for r in range(spec.readers)]
+    session.meet(everybody)  # which names who is missing; the group's own error does not
+    return Network(session, rank=rank, size=len(everybody), device=device)

@@ -20,10 +20,10 @@ class Slots:
     def __init__(self, nbytes: int, device: torch.device):
         """`nbytes` of the largest message; 0 when this process gives nothing."""
         self.nbytes = SLOTS * nbytes
-        make = partial(CudaBuffer, device=device) if device.type == "cuda" else SharedBuffer
-        self._buffers = [make(nbytes) for _ in range(SLOTS)] if nbytes else []
+        self._make = partial(CudaBuffer, device=device) if device.type == "cuda" else SharedBuffer
+        self._buffers: list[CudaBuffer | SharedBuffer] = []
         self._waiting_for: list[set[str]] = [set() for _ in range(SLOTS)]
-        self._filled = [0] * SLOTS
+        self._filled, self._content = [0] * SLOTS, [""] * SLOTS
         self._next = 0
 
     @property
@@ -38,16 +38,28 @@ class Slots:
 
     def next(self, nbytes: int) -> Tensor:
         """Memory, uint8 [nbytes], of the slot to fill, which must be free."""
+        if not self._buffers:  # not earlier: without memory for them, this process can tell its peers by now
+            self._buffers = [self._make(self.nbytes // SLOTS) for _ in range(SLOTS)]
         return self._buffers[self._next].bytes[:nbytes]
 
-    def offer(self, session: Session, takers: Collection[str], nbytes: int, **description: object) -> None:
-        """Tell `takers` that the next slot is filled, and go on to the other."""
+    def offer(
+        self, session: Session, takers: Collection[str], nbytes: int, *, content: str, **description: object
+    ) -> None:
+        """Tell `takers` that the next slot is filled, and go on to the other. `content` is for errors."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
-        buffer, self._filled[slot] = self._buffers[slot], nbytes
+        buffer, self._filled[slot], self._content[slot] = self._buffers[slot], nbytes, content
         place = {"slot": slot, "path": buffer.path, "size": buffer.nbytes, "nbytes": nbytes}
         self._waiting_for[slot] = set(takers)
         for taker in takers:
             session.takers[taker].send(**place, **description)
+
+    def owed(self) -> list[str]:
+        """Who has not answered, and for what."""
+        return [
+            f"{taker} has not taken {self._content[slot]}"
+            for slot, takers in enumerate(self._waiting_for)
+            for taker in sorted(takers)
+        ]
 
     def filled(self, slot: int) -> Tensor:
         """What was offered in a slot, uint8 [nbytes]."""
@@ -67,3 +79,4 @@ class Slots:
         """Free the memory."""
         for buffer in self._buffers:
             buffer.close()
+        self._buffers = []

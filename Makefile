@@ -3,7 +3,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONPATH := $(CURDIR)
 PY := .venv/bin/python
 # Two processes, which take whole groups of tests (tests/conftest.py) in order.
-TWO := -n 2 --dist loadgroup --no-loadscope-reorder
+TWO := -n 2 --dist loadscope --no-loadscope-reorder
 
 .PHONY: env demo bench check test test-fast format
 

@@ -3,16 +3,23 @@
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 PACKAGES = ("program", "rollout")
 """Their tests share servers and finished runs. They take longest, so they come first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def package(item: pytest.Item) -> str:
-        return item.path.relative_to(Path(__file__).parent).parts[0]
+    items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] not in PACKAGES)
 
-    items.sort(key=lambda item: package(item) not in PACKAGES)
-    for item in items:
-        shared = package(item)
-        item.add_marker(pytest.mark.xdist_group(shared if shared in PACKAGES else item.path.stem))
+
+class Groups(LoadScopeScheduling):
+    """A process takes a whole package, or a whole file, at a time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        _, package, *_ = path = nodeid.split("::")[0].split("/")
+        return package if package in PACKAGES else "/".join(path)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    return Groups(config, log)

@@ -61,10 +61,10 @@ class Sender:
                     self._serve(session, until=lambda: self._slots.is_free)
                 with timer("pack"):
                     memory = self._pack(tensors, message)
-                memory, content = self._content(message, memory, push, timer)
+                memory, form = self._shorten(message, memory, push, timer)
                 takers = {engine_name(self._spec, reader) for reader in message.takers}
                 description = {"number": message.number, "plan": message.digest, "version": push.version}
-                self._slots.offer(session, takers, len(memory), content=message.content, **description, **content)
+                self._slots.offer(session, takers, len(memory), content=message.content, **description, **form)
             with timer("wait"):
                 self._serve(session, until=lambda: self._slots.is_idle)
             for link in session.takers.values():
@@ -115,7 +115,7 @@ class Sender:
         self._packing[key]()
         return memory
 
-    def _content(self, message: Message, memory: Tensor, push: Push, timer: Timer) -> tuple[Tensor, dict[str, Any]]:
+    def _shorten(self, message: Message, memory: Tensor, push: Push, timer: Timer) -> tuple[Tensor, dict[str, Any]]:
         """What of a filled slot is sent, the message or what changed in it, and how it is announced."""
         with timer("check"):
             (whole,) = checksum_boxes([memory])

@@ -58,7 +58,7 @@ def report_instead_of_raising(
     try:
         message = [("message", torch.frombuffer(bytearray(named_tensors), dtype=torch.uint8))]
         succeeded, error = original(updater, named_tensors=message, load_format=load_format)
-    except (ValueError, RuntimeError, OSError, KeyError, TypeError) as raised:
+    except (ValueError, RuntimeError, OSError, MemoryError, KeyError, TypeError) as raised:
         succeeded, error = False, f"{type(raised).__name__}: {raised}"
     report = updater.get_model().__dict__[_STATE]["report"] if succeeded else {"error": error}
     group = get_parallel().tp_group.cpu_group

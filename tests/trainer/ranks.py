@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ import torch
 import megatron_rl.trainer.worker  # noqa: F401 # imported before forking: once, not once a rank
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """[function(rank, *args) for each rank], each in its own process.
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, mortal: Collection[int] = ()
+) -> list[Any]:
+    """[function(rank, *args) for each rank], each in its own process; None for one of `mortal` that died.
 
     Raises: what the first failing rank raised, or TimeoutError; no process is left.
     """
@@ -34,6 +36,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                 rank = waiting[pipe]
                 if data := os.read(pipe, 1 << 20):
                     buffers[rank] += data
+                    continue
+                if not buffers[rank] and rank in mortal:
+                    results[rank] = None
                     continue
                 if not buffers[rank]:
                     raise RuntimeError(f"rank {rank} died")

@@ -1,0 +1,102 @@
+"""Pushes between processes, of which one is killed in the middle: sender, receiver, or a receiver that hands on."""
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import SyncError
+from megatron_rl.resharding.receiver import Receiver
+from megatron_rl.resharding.sender import Sender
+from megatron_rl.resharding.spec import Placement, Push, SyncSpec
+from megatron_rl.resharding.transport.slots import Slots
+from tests.resharding.pushing import PAD, destinations, fill, make_spec, sources
+from tests.trainer.ranks import run_ranks
+
+pytestmark = pytest.mark.live
+
+TWO_NODES = Placement(((0, 0), (0, 1), (1, 0), (1, 1)), ((1, 2), (1, 3)))
+SOON_S = 10.0
+"""Of the 30 s in which survivors must be back; they are told by the operating system, not by a deadline."""
+
+
+def kill_at(count: int) -> Callable[..., Any]:
+    """Wraps a function: its call with that number kills the process."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        calls = iter(range(1, 1_000_000))
+
+        def call(*args: Any, **options: Any) -> Any:
+            if next(calls) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **options)
+
+        return call
+
+    return wrap
+
+
+def both_pushes(
+    rank: int, spec: SyncSpec, meeting: str, sessions: list[str], victim: int, count: int
+) -> tuple[str, float, bool]:
+    """What a rank, trainers before engines, met in two pushes: the first's error, its seconds, the second's success.
+
+    `victim` dies in the first; the last process takes its place in the second.
+    """
+    world_size = spec.trainer.world_size
+    is_new = rank == world_size + spec.readers
+    rank = victim if is_new else rank
+    store = dist.TCPStore("127.0.0.1", int(meeting.rpartition(":")[2]), is_master=False, wait_for_workers=False)
+    part: Any
+    if rank < world_size:
+        part, tensors = Sender(spec, rank), fill(sources(spec)[rank])
+        step = lambda push: part.send(tensors, push)  # noqa: E731
+    else:
+        wanted = fill(destinations(spec)[(rank - world_size) % spec.engine.world_size])
+        tensors = {name: torch.full_like(t, PAD) for name, t in wanted.items()}
+        part = Receiver(spec, rank - world_size, tensors)
+        step = part.receive
+    error, seconds = "", 0.0
+    if not is_new:
+        if rank == victim:
+            owner, name = (Slots, "offer") if rank < world_size else (part, "_take")
+            setattr(owner, name, kill_at(count)(getattr(owner, name)))
+        begin = time.monotonic()
+        try:
+            step(Push(meeting, sessions[0], 1))
+        except SyncError as failure:
+            error = str(failure)
+        seconds = time.monotonic() - begin
+        store.set(f"back/{rank}", "")
+    survivors = [r for r in range(world_size + spec.readers) if r != victim]
+    store.wait([f"back/{r}" for r in survivors])
+    step(Push(meeting, sessions[1], 2))
+    store.set(f"whole/{rank}", "")
+    store.wait([f"whole/{r}" for r in range(world_size + spec.readers)])  # none ends while others still push
+    return error, seconds, rank < world_size or all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("placement", [None, TWO_NODES], ids=["node", "network"])
+@pytest.mark.parametrize(("victim", "name"), [(1, "trainer rank 1"), (4, "engine 0 rank 0")])
+def test_a_rank_that_is_killed_is_named_and_a_new_one_takes_its_place(
+    placement: Placement | None, victim: int, name: str
+) -> None:
+    spec = make_spec("qwen3_moe", "pp2_vpp2_ep2", "tp2", placement=placement, bucket_bytes=8192)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sessions = [secrets.token_hex(8) for _ in range(2)]
+
+    results = run_ranks(
+        7, both_pushes, spec, f"127.0.0.1:{store.port}", sessions, victim, 3, timeout_s=60, mortal=(victim,)
+    )
+
+    survivors = [result for rank, result in enumerate(results[:6]) if rank != victim]
+    assert results[victim] is None
+    assert any(name in error for error, _, _ in survivors)
+    assert all(seconds < SOON_S for _, seconds, _ in survivors)
+    assert all(complete for _, _, complete in (*survivors, results[6]))

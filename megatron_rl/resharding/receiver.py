@@ -55,6 +55,8 @@ class Receiver:
         self._slots = Slots(max((m.nbytes for m in fetched), default=0), next(iter(parameters.values())).device)
         self._takers = sorted({engine_name(spec, r) for m in fetched for r in m.readers if r != reader})
         self._session: Session | None = None
+        self._last: Session | None = None
+        """Also when it is over."""
         self._network: Network | None = None
         self._device = next(iter(parameters.values())).device
         self._attached: dict[str, Tensor] = {}
@@ -104,7 +106,8 @@ class Receiver:
         """The links of the push's session, made when it is a new one; a new one checks the parameters too."""
         if self._session is None or self._session.name != push.session:
             self.leave(f"{self._me}: a new session began.")
-            self._session = session = Session(self._me, meeting=push.meeting, name=push.session)
+            session = Session(self._me, meeting=push.meeting, name=push.session, before=self._last)
+            self._session = self._last = session
             session.connect(givers=sorted({self._giver(m) for m in self._messages}), takers=self._takers)
             self._network = join_network(
                 session, self._spec, self._spec.trainer.world_size + self._reader, self._device

@@ -36,6 +36,8 @@ class Sender:
         self._slots = Slots(max((m.nbytes for m in self._messages), default=0), device)
         self._takers = sorted({engine_name(spec, reader) for m in self._messages for reader in m.takers})
         self._session: Session | None = None
+        self._last: Session | None = None
+        """Also when it is over."""
         self._network: Network | None = None
         self._sending: dict[int, dist.Work] = {}
         """By slot: what the network still moves out of it."""
@@ -81,7 +83,8 @@ class Sender:
         """The links of the push's session, made when it is a new one."""
         if self._session is None or self._session.name != push.session:
             self.leave(f"{self._me}: a new session began.")
-            self._session = session = Session(self._me, meeting=push.meeting, name=push.session)
+            session = Session(self._me, meeting=push.meeting, name=push.session, before=self._last)
+            self._session = self._last = session
             session.connect(givers=[], takers=self._takers)
             self._network = join_network(session, self._spec, self._rank, self._device)
         return self._session

@@ -75,11 +75,20 @@ class Link:
 class Session:
     """This process's links of one session."""
 
-    def __init__(self, me: str, *, meeting: str, name: str):
-        """`meeting`: host:port of the TCPStore. Raises: SyncError when nobody keeps one there."""
-        self.me, self.name = me, name
+    def __init__(self, me: str, *, meeting: str, name: str, before: "Session | None"):
+        """`meeting`: host:port of the TCPStore; its client is that of `before`, the last session, if that had the same.
+
+        torch asks the DNS for both ends of a new client, which takes seconds where an answer is lost.
+        Raises: SyncError when nobody keeps a store there.
+        """
+        self.me, self.name, self.meeting = me, name, meeting
         self.givers: dict[str, Link] = {}
         self.takers: dict[str, Link] = {}
+        self.store: Any
+        self.host: str
+        if before is not None and before.meeting == meeting:
+            self.store, self.host = before.store, before.host
+            return
         host, _, port = meeting.rpartition(":")
         try:
             timeout = timedelta(seconds=STALL_S)

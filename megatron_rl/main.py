@@ -19,7 +19,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
 from megatron_rl.formats.hf_files import read_hf_config
 from megatron_rl.models import load_table
-from megatron_rl.rollout.options import check_sglang_options
+from megatron_rl.rollout.options import check_sglang_options, streamed, why_streamed
 from megatron_rl.run_directory import RunDirectory, written_whole
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments)
         check(config)
-        check_sglang_options(config.rollout.sglang)
+        direct = [f"weights.{key}" for key in ("verify", "delta") if getattr(config.weights, key)]
+        check_sglang_options(config.rollout.sglang, direct=direct)
         with RunDirectory(config) as run, ExitStack() as stack:
             run_mode(config, run, stack)
         return DONE
@@ -71,6 +72,7 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     from megatron_rl.data.prompts import load_prompts
     from megatron_rl.data.sources import characters, read_questions
     from megatron_rl.metrics import Metrics
+    from megatron_rl.resharding.schedule import streamed_layouts
     from megatron_rl.resharding.sync import EngineSync
     from megatron_rl.rollout.replay import Replay
     from megatron_rl.sft import Training, finetune
@@ -114,7 +116,10 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     else:
         verify_every = config.weights.verify_every if config.weights.verify else 0
         wait = partial(gather, what="Weight sync", timeout_s=config.trainer.step_timeout_s, logs=run.logs)
-        sync = EngineSync(trainer, fleet, sync_spec(config, hf, trainer, fleet), gather=wait, verify_every=verify_every)
+        spec = sync_spec(config, hf, trainer, fleet)
+        if not spec.direct:
+            metrics.status(why_streamed(config.rollout.sglang, streamed_layouts(spec), ranks=spec.readers))
+        sync = EngineSync(trainer, fleet, spec, gather=wait, verify_every=verify_every)
         train(config, Parts(**training, engine=fleet, reward=scoring, recipe=recipe, weights=sync))
     metrics.status("exporting the weights")
     with written_whole(run.hf) as unfinished:
@@ -237,6 +242,7 @@ def sync_spec(config: Config, hf: dict[str, Any], trainer: Any, fleet: Any) -> A
         trainer_dtype=config.trainer.dtype,
         engine_dtype=config.rollout.dtype,
         engines=config.rollout.engines,
+        direct=not streamed(config.rollout.sglang),
         bucket_bytes=BUCKET_BYTES[fleet.device],
         placement=Placement(tuple(places[: len(ours)]), tuple(places[len(ours) :])),
         delta=config.weights.delta,

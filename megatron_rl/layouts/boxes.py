@@ -6,6 +6,7 @@ that never heard of each other are joined by what their boxes share.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -34,6 +35,11 @@ class TensorLayout:
     """Name of a torch dtype, such as "bfloat16"."""
     boxes: tuple[Box, ...]
     """Disjoint."""
+
+    @property
+    def nbytes(self) -> int:
+        """With padding."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def find_overlap(rectangles: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, int] | None:

@@ -96,10 +96,17 @@ def sglang_ranks(table: Table, topology: SglangTopology, *, dtype: str) -> dict[
     return {r: sglang_layouts(table, topology, r, dtype=dtype, made=made) for r in range(topology.world_size)}
 
 
-def hf_layouts(table: Table, *, dtype: str, aliases: Collection[str] = ()) -> tuple[TensorLayout, ...]:
-    """Every tensor of the HF checkpoint, as one box each; then those of the table's aliases that are asked for."""
+def hf_layouts(
+    table: Table, *, dtype: str, aliases: Collection[str] = (), mtp: bool = True
+) -> tuple[TensorLayout, ...]:
+    """Every tensor of the HF checkpoint, as one box each; then those of the table's aliases that are asked for.
+
+    mtp: with those of multi-token prediction layers, which engines do not load.
+    """
     layouts = []
     for block in table.blocks:
+        if block.place == "mtp" and not mtp:
+            continue
         for row in block.rows:
             for t, experts in row.tensors():
                 zero = (0,) * len(t.shape)

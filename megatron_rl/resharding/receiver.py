@@ -1,44 +1,32 @@
-"""One engine rank's half of a push: takes its messages as they come, checks each, and writes it into the parameters."""
+"""One engine rank's half of a push: takes its messages as they come, checks each, and writes it into the parameters.
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+Where the engine's layout is not known (`SyncSpec.direct` is False) the messages have an order, and HF tensors put
+together from them go to the engine's own loader.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from megatron_rl_kernels import checksum_boxes, copy_boxes, prepare
+from megatron_rl_kernels import checksum_boxes
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
 from megatron_rl.layouts.compile import sglang_layouts
 from megatron_rl.models import load_table
 from megatron_rl.resharding.delta import Rebuild
+from megatron_rl.resharding.destination import Assembly, NamedTensors, Parameters
 from megatron_rl.resharding.messages import Message
-from megatron_rl.resharding.schedule import make_schedule, needed_bytes, receives
+from megatron_rl.resharding.progress import Progress
+from megatron_rl.resharding.schedule import make_schedule, needed_bytes, receives, streamed_layouts
 from megatron_rl.resharding.spec import LoadReport, Push, SyncSpec, engine_name, trainer_name
-from megatron_rl.resharding.timer import Timer
-from megatron_rl.resharding.transport.ipc import attach_cuda
-from megatron_rl.resharding.transport.links import PATIENCE_S, Link, Session
+from megatron_rl.resharding.transport.links import PATIENCE_S, STALL_S, Link, Session
 from megatron_rl.resharding.transport.network import Network, join_network
-from megatron_rl.resharding.transport.shm import attach_shared
-from megatron_rl.resharding.transport.slots import Slots
-from megatron_rl.resharding.views import check_tensors, message_views, tensor_views
+from megatron_rl.resharding.transport.slots import Slots, attach
+from megatron_rl.resharding.views import check_tensors
 
 _DIFFERENT_PLANS = "The two computed different plans: run the same version of megatron_rl on both sides."
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Of one push."""
-
-    expected: dict[str, dict[int, Message]]
-    """By giver, what it has not offered yet, by number."""
-    open: set[str] = field(default_factory=set)
-    """Trainer ranks that have not said that they are done."""
-    to_fetch: deque[tuple[Message, dict[str, Any]]] = field(default_factory=deque)
-    received_bytes: int = 0
-    covered_bytes: int = 0
-    timer: Timer = field(default_factory=Timer)
 
 
 class Receiver:
@@ -61,19 +49,19 @@ class Receiver:
         self._device = next(iter(parameters.values())).device
         self._attached: dict[str, Tensor] = {}
         """Buffers of givers, by path."""
-        self._unpacking: dict[tuple[int, int], tuple[list[Tensor], list[Tensor], Callable[[], None]]] = {}
-        """By memory and message: where its rectangles go to, where they lie in it, and the copy."""
+        self._into = Parameters(parameters, self._me)
         self._rebuild = Rebuild(self._me, parameters, max((m.nbytes for m in self._messages), default=0))
 
     @torch.no_grad()
-    def receive(self, push: Push) -> LoadReport:
+    def receive(self, push: Push, load: Callable[[NamedTensors], object] = list) -> LoadReport:
         """Take everything this rank needs; with `push.compare` compare the parameters with it, and write nothing.
 
+        load: asked to take HF tensors, which come while it goes through them; where the spec is direct there are none.
         Raises: LayoutError when the parameters are not what the table declares; SyncError when a peer fails, or sends
         something else than expected. What was written until then stays written.
         """
         try:
-            report = self._receive(self._join(push), push)
+            report = self._receive(self._join(push), push, load)
             self._rebuild.version = push.version
             return report
         except BaseException as error:
@@ -88,7 +76,7 @@ class Receiver:
             self._network.abort()
         self._session = self._network = None
         self._slots.reset()
-        self._attached, self._unpacking, self._rebuild.version = {}, {}, None
+        self._attached, self._into, self._rebuild.version = {}, Parameters(self._parameters, self._me), None
 
     def close(self) -> None:
         """Free the buffers and the links."""
@@ -113,34 +101,75 @@ class Receiver:
                 session, self._spec, self._spec.trainer.world_size + self._reader, self._device
             )
             spec, rank = self._spec, self._reader % self._spec.engine.world_size
-            layouts = sglang_layouts(load_table(spec.hf_config), spec.engine, rank, dtype=spec.engine_dtype)
-            check_tensors(self._parameters, layouts, whose=self._me)
+            if spec.direct:
+                layouts = sglang_layouts(load_table(spec.hf_config), spec.engine, rank, dtype=spec.engine_dtype)
+                check_tensors(self._parameters, layouts, whose=self._me)
         return self._session
 
-    def _receive(self, session: Session, push: Push) -> LoadReport:
-        """Whatever comes first is dealt with first: nobody waits for a certain peer, so no two wait for each other."""
-        progress = _Progress(expected={giver: {} for giver in session.givers})
+    def _receive(self, session: Session, push: Push, load: Callable[[NamedTensors], object]) -> LoadReport:
+        start = time.perf_counter()
+        into: Parameters | Assembly = self._into
+        if not self._spec.direct:
+            into = Assembly(streamed_layouts(self._spec), self._device)
+        progress = Progress({giver: {} for giver in session.givers}, into)
         for message in self._messages:
             progress.expected[self._giver(message)][message.number] = message
         progress.open = {trainer_name(m.src) for m in self._messages} & session.givers.keys()
-        while progress.open or any(progress.expected.values()) or progress.to_fetch or not self._slots.is_idle:
-            with progress.timer("wait"):
-                patience_s = PATIENCE_S if self._slots.is_idle else 0.0
-                ready = session.ready(lambda: [*self._slots.owed(), *_owed(progress)], patience_s=patience_s)
-            for link in ready:
-                self._hear(session, link, push, progress)
-            while progress.to_fetch and self._slots.is_free:
-                self._fetch(session, *progress.to_fetch.popleft(), push=push, progress=progress)
-        unpack_s, check_s, wait_s = (progress.timer[stage] for stage in ("unpack", "check", "wait"))
+        arriving = self._arriving(session, push, progress)
+        load(arriving)
+        for name, _ in arriving:
+            raise SyncError(
+                f"{self._me}: the engine's loader ended before {name} and what follows. Is this model its own?"
+            )
+        check_s, wait_s = progress.timer["check"], progress.timer["wait"]
+        unpack_s = progress.timer["unpack"] if self._spec.direct else time.perf_counter() - start - check_s - wait_s
         received, covered = progress.received_bytes, progress.covered_bytes
-        staging_bytes = self._slots.nbytes + self._rebuild.nbytes
+        staging_bytes = self._slots.nbytes + self._rebuild.nbytes + into.peak_bytes
         return LoadReport(received, covered, self._needed_bytes, unpack_s, check_s, wait_s, staging_bytes)
 
-    def _hear(self, session: Session, link: Link, push: Push, progress: _Progress) -> None:
+    def _arriving(self, session: Session, push: Push, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+        """Until everything has come; HF tensors as they get whole.
+
+        Whatever comes first is dealt with first: nobody waits for a certain peer, so no two wait for each other.
+        HF tensors wait for a certain message, the lowest; `schedule` says why that is safe too.
+        """
+        while not progress.is_over or not self._slots.is_idle:
+            with progress.timer("wait"):
+                patience_s = PATIENCE_S if self._slots.is_idle else 0.0
+                ready = session.ready(lambda: [*self._slots.owed(), *progress.owed()], patience_s=patience_s)
+            for link in ready:
+                self._hear(session, link, push, progress)
+            while (number := self._due(progress)) is not None:
+                message, link, news = progress.offered.pop(number)
+                progress.taken += 1
+                if self._is_fetched(message):
+                    self._fetch(session, message, news, push=push, progress=progress)
+                else:
+                    self._take(link.peer, message, news, attach(news, self._device, self._attached), push, progress)
+                    link.send(slot=news["slot"])
+                yield from progress.into.finished()
+                self._reassure(session, progress)
+
+    def _due(self, progress: Progress) -> int | None:
+        """The number of the offer to deal with now, if there is one; what is fetched needs a slot."""
+        turns: Iterable[int] = progress.offered
+        if not self._spec.direct:
+            turns = [m.number for m in self._messages[progress.taken : progress.taken + 1] if m.number in turns]
+        return next((n for n in turns if self._slots.is_free or not self._is_fetched(progress.offered[n][0])), None)
+
+    def _reassure(self, session: Session, progress: Progress) -> None:
+        """Givers whose turn is far off would take us for stalled."""
+        if time.monotonic() - progress.reassured > STALL_S / 4:
+            progress.reassured = time.monotonic()
+            for link in session.givers.values():
+                link.send(waiting=True)
+
+    def _hear(self, session: Session, link: Link, push: Push, progress: Progress) -> None:
         """Deal with one message of a peer."""
         news = link.receive()
         if session.takers.get(link.peer) is link:
-            self._slots.answered(news["slot"], link.peer)
+            if "slot" in news:
+                self._slots.answered(news["slot"], link.peer)
         elif "end" in news:
             if left := progress.expected[link.peer]:
                 raise SyncError(
@@ -150,13 +179,9 @@ class Receiver:
             progress.open.remove(link.peer)
         else:
             message = self._check(link.peer, news, push, progress)
-            if self._is_fetched(message):
-                progress.to_fetch.append((message, news))
-                return
-            self._take(link.peer, message, news, self._attach(news), push, progress)
-            link.send(slot=news["slot"])
+            progress.offered[message.number] = message, link, news
 
-    def _check(self, giver: str, news: dict[str, Any], push: Push, progress: _Progress) -> Message:
+    def _check(self, giver: str, news: dict[str, Any], push: Push, progress: Progress) -> Message:
         """The message that an offer is about, which must be due."""
         if news["version"] != push.version:
             raise SyncError(
@@ -177,16 +202,8 @@ class Receiver:
             )
         return due
 
-    def _attach(self, news: dict[str, Any]) -> Tensor:
-        """The giver's buffer, mapped here."""
-        path = news["path"]
-        if path not in self._attached:
-            on_gpu = self._device.type == "cuda"
-            self._attached[path] = attach_cuda(path) if on_gpu else attach_shared(path, news["size"])
-        return self._attached[path]
-
     def _fetch(
-        self, session: Session, message: Message, news: dict[str, Any], *, push: Push, progress: _Progress
+        self, session: Session, message: Message, news: dict[str, Any], *, push: Push, progress: Progress
     ) -> None:
         """Get a message from another node, and hand it on inside this one."""
         assert self._network is not None, "messages come from other nodes only where there are several"
@@ -204,7 +221,7 @@ class Receiver:
         self._slots.offer(session, others, len(memory), content=message.content, **offer)
 
     def _take(
-        self, giver: str, message: Message, news: dict[str, Any], memory: Tensor, push: Push, progress: _Progress
+        self, giver: str, message: Message, news: dict[str, Any], memory: Tensor, push: Push, progress: Progress
     ) -> None:
         """Check a message and write it into the parameters, or compare them with it."""
         sent_bytes = news["nbytes"]
@@ -217,43 +234,10 @@ class Receiver:
             )
         if news["delta"]:
             memory = self._rebuild(giver, message, memory, progress.timer, **news["delta"])
-        key = memory.data_ptr(), message.number
-        if key not in self._unpacking:
-            held, sent = tensor_views(self._parameters, message.pieces), message_views(memory, message.pieces)
-            self._unpacking[key] = held, sent, prepare(copy_boxes, held, sent)
-        held, sent, unpack = self._unpacking[key]
         with progress.timer("unpack"):
-            if push.compare:
-                self._compare(message, held, sent)
-            else:
-                unpack()
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()  # the giver may fill the buffer again
+            covered = progress.into.write(message, memory, compare=push.compare)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # the giver may fill the buffer again
         if message.kind != "local":
-            covered = sum(view.nbytes for view in sent)
             progress.covered_bytes += covered
             progress.received_bytes += sent_bytes if news["delta"] else covered
-
-    def _compare(self, message: Message, held: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Raises: SyncError naming tensor, ranks and the first element that differs."""
-        for piece, ours, want in zip(message.pieces, held, sent, strict=True):
-            # As bytes: NaN equals itself there, and 0.0 is not -0.0.
-            differs = ours.contiguous().view(torch.uint8) != want.view(torch.uint8)
-            if differs.any():
-                first = int(differs.flatten().nonzero()[0]) // want.element_size()
-                at = [int(i) for i in torch.unravel_index(torch.tensor(first), want.shape)]
-                lead = len(piece.offset) - len(at)
-                where = [*piece.offset[:lead], *(a + i for a, i in zip(piece.offset[lead:], at, strict=True))]
-                raise SyncError(
-                    f"{self._me}: {piece.tensor}{where} is {ours[tuple(at)].item()} after the load, and "
-                    f"{trainer_name(message.src)} sent {want[tuple(at)].item()}: something wrote over it. Switch off "
-                    "what changes weights in the engine (rollout.sglang), or test the machine's memory."
-                )
-
-
-def _owed(progress: _Progress) -> list[str]:
-    """Which givers have not sent what."""
-    first = {giver: next(iter(left.values())).content for giver, left in progress.expected.items() if left}
-    return [f"{giver} has not sent {content}" for giver, content in first.items()] + [
-        f"{giver} has not said that it is done" for giver in sorted(progress.open - first.keys())
-    ]

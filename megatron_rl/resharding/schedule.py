@@ -7,14 +7,14 @@ from math import prod
 
 import numpy as np
 
-from megatron_rl.layouts.boxes import DTYPE_BYTES
-from megatron_rl.layouts.compile import megatron_ranks, sglang_ranks
+from megatron_rl.layouts.boxes import DTYPE_BYTES, TensorLayout
+from megatron_rl.layouts.compile import hf_layouts, megatron_ranks, sglang_ranks
 from megatron_rl.models import load_table
 from megatron_rl.resharding.lanes import Lane
 from megatron_rl.resharding.messages import ALIGN_BYTES, Message, Piece
 from megatron_rl.resharding.plan import Flows, make_flows
 from megatron_rl.resharding.spec import SyncSpec
-from megatron_rl.resharding.tables import Side, cut, join, shift
+from megatron_rl.resharding.tables import Joined, Side, cut, join, shift
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +25,11 @@ class Schedule:
     flows: Flows
     reader_sets: dict[tuple[int, ...], int]
     """Number of each set of readers."""
+    window: np.ndarray
+    """[F] of each fragment; no message reaches from one into the next, and those of one come before those of the next.
+    All in one where readers write into their parameters."""
+    most_messages: int
+    """That one sender has for one set of readers in a window; 0 where there is one window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,14 @@ class Bundle:
     """[n], in order."""
 
 
+def streamed_layouts(spec: SyncSpec) -> tuple[TensorLayout, ...]:
+    """What each engine rank gets, in that order, when SGLang's own loader takes the weights: the HF checkpoint.
+
+    Engines load no multi-token prediction layers.
+    """
+    return hf_layouts(load_table(spec.hf_config), dtype=spec.engine_dtype, mtp=False)
+
+
 def make_schedule(spec: SyncSpec) -> Schedule:
     """Every rank that makes one from the same spec gets the same.
 
@@ -49,12 +62,33 @@ def make_schedule(spec: SyncSpec) -> Schedule:
     """
     table, placed = load_table(spec.hf_config), spec.placed()
     sources = megatron_ranks(table, spec.trainer, dtype=spec.trainer_dtype)
-    targets = sglang_ranks(table, spec.engine, dtype=spec.engine_dtype)
+    if spec.direct:
+        targets = sglang_ranks(table, spec.engine, dtype=spec.engine_dtype)
+    else:
+        targets = dict.fromkeys(range(spec.engine.world_size), streamed_layouts(spec))
     joined = cut(join(sources, targets), _aligned_down(spec.bucket_bytes))
     trainers, engines = dict(enumerate(placed.trainers)), dict(enumerate(placed.engines))
     flows = make_flows(joined, trainers, engines, replicas=spec.engines)
     sets = dict.fromkeys(lane.readers for lane in flows.lanes.lanes)
-    return Schedule(spec, flows, {who: i for i, who in enumerate(sets)})
+    window = (np.zeros(len(joined.nbytes), np.int64), 0) if spec.direct else _windows(joined, spec.bucket_bytes)
+    return Schedule(spec, flows, {who: i for i, who in enumerate(sets)}, *window)
+
+
+def _windows(joined: Joined, bucket_bytes: int) -> tuple[np.ndarray, int]:
+    """The target's tensors in their order, as many to a window as a message could hold, or one that is larger.
+
+    A reader that takes messages in order then holds unfinished tensors of one window only.
+    """
+    tensor = joined.target.tensor[joined.target.areas.box[joined.want]]
+    nbytes = np.bincount(tensor, _aligned(joined.nbytes), len(joined.target.tensors)).astype(np.int64)
+    window, used, largest = [0], 0, 0
+    for size in nbytes.tolist():
+        is_new = used > 0 and used + size > bucket_bytes
+        window.append(window[-1] + is_new)
+        used = size if is_new else used + size
+        largest = max(largest, used)
+    # Two messages in a row hold more than one full one, else they would be one.
+    return np.array(window[1:])[tensor], 2 * -(-largest // bucket_bytes) + 1
 
 
 def sends(schedule: Schedule, rank: int) -> tuple[Message, ...]:
@@ -107,11 +141,18 @@ def bundles(schedule: Schedule, lanes: Iterable[Lane], *, src: int | None = None
             if src in (None, sender):
                 runs.setdefault((sender, lane.readers, lane.kind, fetcher), []).append(fragments[run])
     for (sender, readers, kind, fetcher), parts in runs.items():
-        fragments = np.concatenate(parts)
-        packed = _packed(flows.joined.nbytes[fragments], schedule.spec.bucket_bytes)
-        for k, (part, nbytes, payload) in enumerate(packed):
-            number = _number(schedule, k, sender, readers, fetcher)
-            yield Bundle(number, sender, readers, kind, fetcher, nbytes, payload, fragments[part])
+        for window, fragments in _by_window(schedule, np.concatenate(parts)):
+            packed = _packed(flows.joined.nbytes[fragments], schedule.spec.bucket_bytes)
+            for k, (part, nbytes, payload) in enumerate(packed, start=window * schedule.most_messages):
+                number = _number(schedule, k, sender, readers, fetcher)
+                yield Bundle(number, sender, readers, kind, fetcher, nbytes, payload, fragments[part])
+
+
+def _by_window(schedule: Schedule, fragments: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Each window's, in order."""
+    fragments = fragments[np.argsort(schedule.window[fragments], kind="stable")]
+    for part in np.split(fragments, np.flatnonzero(np.diff(schedule.window[fragments])) + 1):
+        yield int(schedule.window[part[0]]), part
 
 
 def _number(schedule: Schedule, k: int, src: int, readers: tuple[int, ...], fetcher: int) -> int:

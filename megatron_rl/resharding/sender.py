@@ -138,6 +138,8 @@ class Sender:
         while not until():
             for link in session.ready(self._slots.owed):
                 news = link.receive()
+                if "slot" not in news:
+                    continue  # a sign of life
                 slot = news["slot"]
                 if "fetch_as" in news:
                     assert self._network is not None, "only messages between nodes are fetched"

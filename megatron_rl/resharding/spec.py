@@ -36,6 +36,9 @@ class SyncSpec:
     engines: int = 1
     bucket_bytes: int = BUCKET_BYTES["cpu"]
     """Of one message, at most; each side holds two."""
+    direct: bool = True
+    """False: the engine's parameters are not as the layout table says, and every rank of it gets every tensor of the HF
+    checkpoint, for SGLang's own loader."""
     placement: Placement | None = None
     """None: all on one node, each on a device of its own."""
     delta: bool = False
@@ -46,6 +49,11 @@ class SyncSpec:
             raise LayoutError(
                 f"{self.engines} engines and messages of {self.bucket_bytes} bytes: there must be an engine, and a "
                 f"message must hold {ALIGN_BYTES} bytes. Give larger numbers."
+            )
+        if self.delta and not self.direct:
+            raise LayoutError(
+                "Changes go into parameters that hold the version before, and the engine's own loader takes whole "
+                "tensors only. Leave delta out."
             )
         placed, ranks = self.placed(), (self.trainer.world_size, self.readers)
         if (len(placed.trainers), len(placed.engines)) != ranks:
@@ -121,6 +129,7 @@ class LoadReport:
     needed_bytes: int
     """Of the rank's parameters, without padding and what a trainer rank on the own device holds."""
     unpack_s: float
+    """With what the engine's loader takes, if it is asked."""
     check_s: float
     wait_s: float
     staging_bytes: int

@@ -4,12 +4,14 @@ import ast
 import difflib
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import BackendError, ConfigError
+from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.rollout.sglang_cpu.settings import CPU_FLAGS
 
 LOADER = "megatron_rl.rollout.receiver.load"
@@ -39,12 +41,18 @@ UNSUPPORTED = {
     "attn_cp_size": _NO_TABLE,
     "moe_dp_size": _NO_TABLE,
     "dwdp_size": _NO_TABLE,
-    "moe_runner_backend": "some of them keep the experts' rows in another order, which the layout tables do not say",
-    "moe_a2a_backend": "it keeps the shared experts whole on every rank, which the layout tables do not say",
-    "enable_eplb": "it moves experts between ranks, which the layout tables do not say",
-    "quantization": "the trainer's weights replace the engine's as they are, in rollout.dtype",
 }
 """Accepted by SGLang, and the first weight update would fail. Each with the reason."""
+STREAMED = {
+    "quantization": "the engine keeps other numbers than the trainer's",
+    "moe_runner_backend": "some of them keep the experts' rows in another order",
+    "moe_a2a_backend": "it keeps the shared experts whole on every rank",
+    "enable_eplb": "it moves experts between ranks",
+    "init_expert_location": "it places experts on other ranks",
+    "ep_num_redundant_experts": "it keeps some experts twice",
+}
+"""With these the engine's parameters are not as the layout tables say, and SGLang's own loader has to take the weights.
+Each with the reason."""
 _SHORT = {
     "tp": "tp_size",
     "tensor_parallel_size": "tp_size",
@@ -87,11 +95,14 @@ class ServerSettings:
     """The user's own options."""
 
 
-def check_sglang_options(options: Mapping[str, Any]) -> None:
-    """Raises: ConfigError for an option that SGLang does not have, or that is set elsewhere. Reads source text only."""
+def check_sglang_options(options: Mapping[str, Any], *, direct: Iterable[str] = ()) -> None:
+    """Raises: ConfigError for an option that SGLang does not have, or that is set elsewhere. Reads source text only.
+
+    direct: config keys that are set and want the engines' parameters to be as the layout tables say.
+    """
     known = _option_names()
     for key in options:
-        name = _SHORT.get(key.replace("-", "_"), key.replace("-", "_"))
+        name = _full_name(key)
         if name in SET_ELSEWHERE:
             raise ConfigError(
                 f"rollout.sglang.{key} is set by {SET_ELSEWHERE[name]}. Set that one, and leave this out."
@@ -104,6 +115,30 @@ def check_sglang_options(options: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"rollout.sglang.{key}: sglang.launch_server has no such option.{hint}")
+    for key, name in product(streamed(options), direct):
+        raise ConfigError(
+            f"rollout.sglang.{key} with {name}=true: SGLang's own loader then makes something else of the weights, "
+            f"which can neither be compared with the trainer's nor be changed in parts. Set {name}=false, or leave the "
+            "option out."
+        )
+
+
+def streamed(options: Mapping[str, Any]) -> dict[str, str]:
+    """Those of the user's options for which SGLang's own loader has to take the weights, each with the reason."""
+    return {key: STREAMED[name] for key, value in options.items() if value and (name := _full_name(key)) in STREAMED}
+
+
+def why_streamed(options: Mapping[str, Any], tensors: Iterable[TensorLayout], *, ranks: int) -> str:
+    """For the log: why weights take that way, and what it costs."""
+    why = "; ".join(f"rollout.sglang.{key}: {reason}" for key, reason in streamed(options).items())
+    return (
+        f"weights go through SGLang's own loader ({why}): each of {ranks} engine rank(s) receives the whole model, "
+        f"{sum(tensor.nbytes for tensor in tensors) / 1e9:.3f} GB, and not its own part only"
+    )
+
+
+def _full_name(key: str) -> str:
+    return _SHORT.get(key.replace("-", "_"), key.replace("-", "_"))
 
 
 def _option_names() -> tuple[str, ...]:

@@ -5,8 +5,9 @@ and the server lives on: paused, until a push succeeds.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,13 +37,38 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         spec = SyncSpec.from_json(message["spec"])
         reader = message["engine"] * spec.engine.world_size + rank
         state["receiver"] = Receiver(spec, reader, dict(model.named_parameters()))
+        state["direct"] = spec.direct
     if "receiver" not in state:
         raise SyncError(f"engine rank {rank} has no plan yet: the first message to a server must carry the spec.")
     push = Push(**message["push"])
-    state["report"] = asdict(state["receiver"].receive(push))
-    if hasattr(model, "post_load_weights") and not push.compare:
+    state["report"] = asdict(state["receiver"].receive(push, partial(load_named, model)))
+    if state["direct"] and hasattr(model, "post_load_weights") and not push.compare:
         # MLA attends with matrices derived from kv_b_proj; SGLang does not refresh them after a custom loader.
         model.post_load_weights()  # type: ignore[operator]
+
+
+def load_named(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """SGLang's own loader of the model, which takes HF tensors, whole, and does what its quantization wants.
+
+    One call for all: DeepSeek's drops q_a_proj when kv_a_proj_with_mqa is not in the same, and at its end refreshes the
+    derived matrices of the layers that it saw.
+    Raises: SyncError when the loader finds that they are not the model's.
+    """
+
+    def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            # What SGLang looks at to copy a tensor before it asks for the next one. On a CPU it would leave that to a
+            # pool of threads, behind which the whole model can pile up.
+            tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]
+            yield name, tensor
+
+    try:
+        model.load_weights(one_by_one())  # type: ignore[operator]
+    except (AssertionError, AttributeError, LookupError) as error:
+        raise SyncError(
+            f"SGLang's own loader did not take the weights: {error!r}. It may be unable to load a running model again "
+            "with these options (rollout.sglang): choose others."
+        ) from error
 
 
 def report_instead_of_raising(

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from megatron_rl.layouts.compile import megatron_ranks, sglang_ranks
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
+from megatron_rl.resharding.destination import NamedTensors
 from megatron_rl.resharding.receiver import Receiver
+from megatron_rl.resharding.schedule import streamed_layouts
 from megatron_rl.resharding.sender import Sender
 from megatron_rl.resharding.spec import LoadReport, Push, SendReport, SyncSpec
 from megatron_rl.resharding.transport.links import Session
@@ -52,6 +55,8 @@ def sources(spec: SyncSpec) -> Mapping[int, tuple[TensorLayout, ...]]:
 
 def destinations(spec: SyncSpec) -> Mapping[int, tuple[TensorLayout, ...]]:
     """Of one engine."""
+    if not spec.direct:
+        return dict.fromkeys(range(spec.engine.world_size), streamed_layouts(spec))
     return sglang_ranks(load_table(spec.hf_config), spec.engine, dtype=spec.engine_dtype)
 
 
@@ -90,6 +95,14 @@ class Pushing:
         self.parameters = [{name: torch.full_like(t, PAD) for name, t in want.items()} for want in self.wanted]
         self.senders = {rank: Sender(spec, rank) for rank in self.tensors}
         self.receivers = [Receiver(spec, reader, own) for reader, own in enumerate(self.parameters)]
+        self.loaded: list[list[str]] = [[] for _ in self.receivers]
+        """Of each engine rank, what its loader was given."""
+
+    def load(self, reader: int, tensors: NamedTensors) -> None:
+        """The loader of an engine whose parameters are the HF checkpoint's."""
+        for name, tensor in tensors:
+            self.parameters[reader][name].copy_(tensor)
+            self.loaded[reader].append(name)
 
     def push(self, version: int = 1, **options: Any) -> tuple[list[SendReport], list[LoadReport]]:
         """Raises: what the first of the ranks, trainers first, raised; the session is another one afterwards."""
@@ -98,7 +111,9 @@ class Pushing:
             sending: list[Future[SendReport]] = [
                 pool.submit(sender.send, self.tensors[rank], push) for rank, sender in self.senders.items()
             ]
-            loading: list[Future[LoadReport]] = [pool.submit(r.receive, push) for r in self.receivers]
+            loading: list[Future[LoadReport]] = [
+                pool.submit(r.receive, push, partial(self.load, i)) for i, r in enumerate(self.receivers)
+            ]
         if any(future.exception() for future in (*sending, *loading)):
             self.session = secrets.token_hex(8)
         self.errors = [str(e) for future in (*sending, *loading) if (e := future.exception())]

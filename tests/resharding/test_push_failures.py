@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from megatron_rl.errors import LayoutError, SyncError
-from megatron_rl.resharding import receiver as receiver_module
+from megatron_rl.resharding import destination
 from megatron_rl.resharding.receiver import Receiver
 from megatron_rl.resharding.spec import LoadReport, Placement, SendReport, SyncSpec
-from megatron_rl.resharding.transport import links, network
+from megatron_rl.resharding.transport import links, network, slots
 from megatron_rl.resharding.transport.links import Link, Session
 from megatron_rl.resharding.transport.slots import Slots
 from tests.resharding.pushing import PAD, Pushing, flip_a_bit, make_spec, pushing
@@ -171,8 +171,8 @@ def no_memory(*args: Any, **options: Any) -> Any:
 def test_a_side_without_memory_says_so_everywhere(it: Pushing, monkeypatch: pytest.MonkeyPatch) -> None:
     places = {
         (Slots, "next"): "trainer",
-        (receiver_module, "attach_shared"): "engine 0",
-        (receiver_module, "prepare"): "engine 0",
+        (slots, "attach_shared"): "engine 0",
+        (destination, "prepare"): "engine 0",
     }
     for (module, what), side in places.items():
         it.session = secrets.token_hex(8)
@@ -188,7 +188,7 @@ def test_versions_that_differ_are_named(it: Pushing, monkeypatch: pytest.MonkeyP
     engine = it.receivers[1]
     receive = engine.receive
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "receive", lambda push: receive(replace(push, version=push.version + 1)))
+        patch.setattr(engine, "receive", lambda push, load: receive(replace(push, version=push.version + 1), load))
         fails(it, r"engine 0 rank 1 was told to load version 2, and (trainer|engine 0) rank \d sends version 1")
     heals(it)
 

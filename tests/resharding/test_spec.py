@@ -23,5 +23,7 @@ def test_a_spec_that_places_other_ranks_is_refused() -> None:
 
     with pytest.raises(LayoutError, match="names 1 trainer ranks and 2 engine ranks, where there are 4 and 2"):
         replace(spec, placement=Placement(((0, 0),), ((0, 1), (0, 2))))
+    with pytest.raises(LayoutError, match="takes whole tensors only"):
+        replace(spec, direct=False, delta=True)
     with pytest.raises(LayoutError, match="0 engines"):
         replace(spec, engines=0)

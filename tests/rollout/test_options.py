@@ -3,7 +3,8 @@
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout.options import LOADER, ServerSettings, check_sglang_options, command
+from megatron_rl.layouts.boxes import TensorLayout
+from megatron_rl.rollout.options import LOADER, ServerSettings, check_sglang_options, command, streamed, why_streamed
 from megatron_rl.rollout.receiver import __name__ as receiver_module
 
 
@@ -41,13 +42,31 @@ def test_an_option_that_weight_sync_needs_is_refused() -> None:
         ("pp_size", "cut by rollout.tp, ep and dp_attention only"),
         ("pipeline-parallel-size", "cut by rollout.tp, ep and dp_attention only"),
         ("dp", "raise rollout.engines"),
-        ("quantization", "replace the engine's as they are"),
-        ("moe_runner_backend", "rows in another order"),
     ],
 )
 def test_what_a_weight_update_would_fail_with_is_refused_with_the_reason(option: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"rollout.sglang.{option} does not work here: .*{reason}.*Leave it out"):
         check_sglang_options({option: 2})
+
+
+def test_options_that_change_the_engines_parameters_have_sglangs_own_loader_take_the_weights() -> None:
+    options = {"quantization": "fp8", "ep-num-redundant-experts": 2, "enable_eplb": False, "chunked_prefill_size": 64}
+    check_sglang_options(options)
+
+    assert list(streamed(options)) == ["quantization", "ep-num-redundant-experts"]
+    assert not streamed({"chunked_prefill_size": 64})
+    tensors = [TensorLayout("a", (1000, 400), "bfloat16", ()), TensorLayout("b", (50_000,), "float32", ())]
+    assert why_streamed(options, tensors, ranks=6) == (
+        "weights go through SGLang's own loader (rollout.sglang.quantization: the engine keeps other numbers than the "
+        "trainer's; rollout.sglang.ep-num-redundant-experts: it keeps some experts twice): each of 6 engine rank(s) "
+        "receives the whole model, 0.001 GB, and not its own part only"
+    )
+
+
+def test_parameters_that_sglangs_own_loader_made_are_neither_verified_nor_changed_in_parts() -> None:
+    check_sglang_options({"chunked_prefill_size": 64}, direct=["weights.verify"])
+    with pytest.raises(ConfigError, match="rollout.sglang.enable-eplb with weights.delta=true.*weights.delta=false"):
+        check_sglang_options({"enable-eplb": True}, direct=["weights.delta"])
 
 
 def test_a_mapping_is_passed_as_json() -> None:

@@ -1,5 +1,6 @@
 """Real megatron ranks push into real servers: afterwards each server is what a fresh one is that loaded the export."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -155,3 +156,30 @@ def test_a_pushed_server_equals_one_that_loaded_the_export(
             assert old.keys() == new.keys() and not set(old.items()) & set(new.items())
         assert between[1] != fresh[tp][1]
         assert metrics["sync/bytes_received"] == metrics["sync/bytes_needed"] > 0
+
+
+def test_what_sglangs_own_loader_takes_leaves_what_is_written_in_place(engines: Engines, fresh: dict[int, Any]) -> None:
+    layers = hf_config(engines.path)["num_hidden_layers"]
+    tensors = load_file(engines.path / "model.safetensors")
+    sizes = [
+        tensor.nbytes for name, tensor in tensors.items() if f"layers.{layers}." not in name
+    ]  # no prediction layer
+    trainer = MegatronTopology(world_size=1, num_layers=layers, mtp_layers=int(engines.family == "deepseek_v3"))
+    for tp, server in engines.servers.items():
+        direct = SyncSpec(hf_config(engines.path), trainer, SglangTopology(tp=tp), "float32", "float32")
+        streamed = replace(direct, direct=False, bucket_bytes=1 << 16)
+        ways = itertools.product((engines.other, engines.path), (direct, streamed))
+        push = {
+            (path, spec.direct): EngineSync(RankHere(path, spec), OneServer(server), spec, gather=gather).push
+            for path, spec in ways
+        }
+        push[engines.other, True](version=20)
+        between = state_of(server)
+        metrics = push[engines.path, False](version=21)
+        assert state_of(server) == fresh[tp] != between
+        assert metrics["sync/bytes_received"] == metrics["sync/bytes_needed"] == tp * sum(sizes)
+        assert metrics["sync/staging_bytes"] <= 2 * max(1 << 16, *sizes)
+        push[engines.other, False](version=22)
+        assert state_of(server) == between
+        push[engines.path, True](version=23)
+        assert state_of(server) == fresh[tp]

@@ -1,15 +1,16 @@
 """The giver's memory: two buffers, so that one is filled while takers read the other."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
-from megatron_rl.resharding.transport.ipc import CudaBuffer
+from megatron_rl.resharding.transport.ipc import CudaBuffer, attach_cuda
 from megatron_rl.resharding.transport.links import Session
-from megatron_rl.resharding.transport.shm import SharedBuffer
+from megatron_rl.resharding.transport.shm import SharedBuffer, attach_shared
 
 SLOTS = 2
 
@@ -80,3 +81,11 @@ class Slots:
         for buffer in self._buffers:
             buffer.close()
         self._buffers = []
+
+
+def attach(offer: Mapping[str, Any], device: torch.device, attached: dict[str, Tensor]) -> Tensor:
+    """The giver's buffer that an offer is about; `attached`, by path, grows."""
+    path = offer["path"]
+    if path not in attached:
+        attached[path] = attach_cuda(path) if device.type == "cuda" else attach_shared(path, offer["size"])
+    return attached[path]

@@ -5,6 +5,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,8 +43,24 @@ def kill_at(count: int) -> Callable[..., Any]:
     return wrap
 
 
+def meet(place: Path, *, first: bool) -> tuple[dist.TCPStore, str]:
+    """The store that the first rank keeps, and its address.
+
+    Not the process that forks: its server asks the DNS, and a lock of libc held meanwhile would stay held in a fork.
+    """
+    if first:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place.with_suffix(".new").write_text(str(store.port))
+        place.with_suffix(".new").rename(place)
+    else:
+        while not place.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(place.read_text()), is_master=False, wait_for_workers=False)
+    return store, f"127.0.0.1:{place.read_text()}"
+
+
 def both_pushes(
-    rank: int, spec: SyncSpec, meeting: str, sessions: list[str], victim: int, count: int
+    rank: int, spec: SyncSpec, directory: Path, sessions: list[str], victim: int, count: int
 ) -> tuple[str, float, bool]:
     """What a rank, trainers before engines, met in two pushes: the first's error, its seconds, the second's success.
 
@@ -52,7 +69,7 @@ def both_pushes(
     world_size = spec.trainer.world_size
     is_new = rank == world_size + spec.readers
     rank = victim if is_new else rank
-    store = dist.TCPStore("127.0.0.1", int(meeting.rpartition(":")[2]), is_master=False, wait_for_workers=False)
+    store, meeting = meet(directory / "meeting", first=rank == 0)
     part: Any
     if rank < world_size:
         part, tensors = Sender(spec, rank), fill(sources(spec)[rank])
@@ -78,22 +95,23 @@ def both_pushes(
     store.wait([f"back/{r}" for r in survivors])
     step(Push(meeting, sessions[1], 2))
     store.set(f"whole/{rank}", "")
-    store.wait([f"whole/{r}" for r in range(world_size + spec.readers)])  # none ends while others still push
+    everybody = range(world_size + spec.readers)
+    store.wait([f"whole/{r}" for r in everybody])  # none ends while others still push
+    store.set(f"bye/{rank}", "")
+    if rank == 0:
+        store.wait([f"bye/{r}" for r in everybody])  # nor the one that keeps the store while others ask it
     return error, seconds, rank < world_size or all(torch.equal(tensors[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("placement", [None, TWO_NODES], ids=["node", "network"])
 @pytest.mark.parametrize(("victim", "name"), [(1, "trainer rank 1"), (4, "engine 0 rank 0")])
 def test_a_rank_that_is_killed_is_named_and_a_new_one_takes_its_place(
-    placement: Placement | None, victim: int, name: str
+    placement: Placement | None, victim: int, name: str, tmp_path: Path
 ) -> None:
     spec = make_spec("qwen3_moe", "pp2_vpp2_ep2", "tp2", placement=placement, bucket_bytes=8192)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     sessions = [secrets.token_hex(8) for _ in range(2)]
 
-    results = run_ranks(
-        7, both_pushes, spec, f"127.0.0.1:{store.port}", sessions, victim, 3, timeout_s=60, mortal=(victim,)
-    )
+    results = run_ranks(7, both_pushes, spec, tmp_path, sessions, victim, 3, timeout_s=60, mortal=(victim,))
 
     survivors = [result for rank, result in enumerate(results[:6]) if rank != victim]
     assert results[victim] is None

@@ -73,7 +73,9 @@ def read_spec(asked: argparse.Namespace) -> SyncSpec:
     first = 0 if asked.colocated else -(-trainer.world_size // per_node) * per_node
     places = [divmod(i, per_node) for i in range(max(trainer.world_size, first + readers))]
     placement = Placement(tuple(places[: trainer.world_size]), tuple(places[first : first + readers]))
-    return SyncSpec(hf, trainer, engine, asked.dtype, asked.dtype, asked.engines, asked.bucket_mb << 20, placement)
+    size = asked.bucket_mb << 20
+    dtypes = asked.dtype, asked.dtype
+    return SyncSpec(hf, trainer, engine, *dtypes, engines=asked.engines, bucket_bytes=size, placement=placement)
 
 
 def read_sizes(text: str, topology: type, option: str, *, taken: Sequence[str] = ()) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
 from megatron_rl.resharding.schedule import make_schedule
-from megatron_rl.resharding.spec import Placement, SyncSpec
+from megatron_rl.resharding.spec import BUCKET_BYTES, Placement, SyncSpec
 from megatron_rl.resharding.traffic import Traffic, measure
 from tests.tiny import PUBLISHED
 
@@ -46,7 +46,8 @@ def traffic_of(name: str, *, colocated: bool = False) -> Traffic:
     places = [divmod(i, PER_NODE) for i in range(world + ENGINES * topology.world_size)]
     theirs = places[: ENGINES * topology.world_size] if colocated else places[world:]
     placement = Placement(tuple(places[:world]), tuple(theirs))
-    spec = SyncSpec(PUBLISHED[model], ours, topology, "bfloat16", "bfloat16", ENGINES, placement=placement)
+    dtypes, size = ("bfloat16", "bfloat16"), BUCKET_BYTES["cuda"]
+    spec = SyncSpec(PUBLISHED[model], ours, topology, *dtypes, ENGINES, bucket_bytes=size, placement=placement)
     return measure(make_schedule(spec))
 
 

@@ -51,6 +51,8 @@ class Run:
     def __init__(self, arguments: Sequence[str], output: Path):
         self._mark, self._output = uuid.uuid4().hex, output
         self._seen: set[psutil.Process] = set()
+        self._looked_at: set[int] = set()
+        """Pids; one that is used again belongs to a descendant, or to nobody of this run."""
         environment = {**os.environ, MARK: self._mark, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         with output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -84,19 +86,21 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """The run's living processes: by its mark, by descent, and those seen before that have lost their parent."""
-        own = psutil.Process()
-        found = {p for p in psutil.process_iter() if p != own and self._is_marked(p)}
+        new = set(psutil.pids()) - self._looked_at - {os.getpid()}
+        self._looked_at |= new  # a look at each takes long where the kill of a run must not come late
+        found = {p for pid in new if (p := self._marked(pid))}
         with contextlib.suppress(psutil.NoSuchProcess):
             driver = psutil.Process(self.process.pid)
             found |= {driver, *driver.children(recursive=True)}
         self._seen |= found
         return [p for p in self._seen if p.is_running() and not _is_zombie(p)]
 
-    def _is_marked(self, process: psutil.Process) -> bool:
+    def _marked(self, pid: int) -> psutil.Process | None:
         try:
-            return process.environ().get(MARK) == self._mark
+            process = psutil.Process(pid)
+            return process if process.environ().get(MARK) == self._mark else None
         except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-            return False
+            return None
 
     def find(self, part: str) -> psutil.Process:
         """The living process with `part` in its title or command line; of several the oldest, which started them."""

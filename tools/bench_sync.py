@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=5, help="how often the arms take turns, after one to warm up")
-    parser.add_argument("--bucket-mb", type=int, default=64, help="of a message of ours")
+    parser.add_argument("--bucket-mb", type=int, default=4, help="of a message of ours")
     parser.add_argument("--small", action="store_true", help="a model of a few million parameters: does it work at all")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
@@ -111,6 +111,7 @@ def measure(directory: Path, model: dict[str, Any], layout: str, *, rounds: int,
         stack.callback(server.stop)
         server.start()
         trainer.ready()
+        stack.callback(trainer.sweep)
         spec = SyncSpec(
             hf,
             topology_of(config, load_table(hf)),

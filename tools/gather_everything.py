@@ -1,12 +1,13 @@
 """The other arm of tools/bench_sync.py: every tensor, whole and under its Hugging Face name, for SGLang's own loader.
 
-Every rank packs what it holds into one buffer, the first rank receives all and puts the tensors together in buckets in
-shared memory, and SGLang loads each bucket ("flattened_bucket"), on every engine rank the whole model. Other systems do
-that with more traffic: they gather tensor by tensor, on every rank. Buffers are reused.
+What slime and verl do where trainer and engine share a node: every trainer rank gathers everything, puts the HF tensors
+together in buckets, and hands its copy to one rank of the engine ("flattened_bucket"), which loads it. Here with one
+all-gather a bucket, where they make one or more a tensor. Buffers are reused.
 """
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,35 +41,28 @@ class GatheringWorker(Worker):
         sources = megatron_ranks(self.table, self.topology, dtype=dtype)
         self.buckets = list(buckets(hf_layouts(self.table, dtype=dtype)))
         self.copies = [make_plan(sources, {0: bucket}) for bucket in self.buckets]
-        sizes = [[packed_bytes(copies, rank, dtype) for copies in self.copies] for rank in sources]
-        self.packed = {
-            rank: torch.zeros(max(each), dtype=torch.uint8) for rank, each in enumerate(sizes) if self.rank in (0, rank)
-        }
-        if self.rank == 0:
-            torch.multiprocessing.set_sharing_strategy("file_system")  # SGLang's processes open it by name
-            largest = max(sum(layout_bytes(t) for t in bucket) for bucket in self.buckets)
-            self.shared = torch.zeros(largest, dtype=torch.uint8).share_memory_()
+        self.sizes = [max(packed_bytes(copies, rank, dtype) for rank in sources) for copies in self.copies]
+        self.packed = [torch.zeros(max(self.sizes), dtype=torch.uint8) for _ in sources]
+        torch.multiprocessing.set_sharing_strategy("file_system")  # SGLang's processes open it by name
+        largest = max(sum(layout.nbytes for layout in bucket) for bucket in self.buckets)
+        self.shared = torch.zeros(largest, dtype=torch.uint8).share_memory_()
         return len(self.buckets)
 
     @torch.no_grad()
-    def gather_bucket(self, index: int, readers: int) -> list[str]:
-        """All ranks: bring one bucket together on the first. Returns: there, what each of SGLang's ranks takes."""
+    def gather_bucket(self, index: int, readers: int) -> str | None:
+        """All ranks: put one bucket together. Returns: on the first `readers` ranks, what one of SGLang's takes."""
         dtype, copies = self.config.trainer.dtype, self.copies[index]
+        parts = [packed[: self.sizes[index]] for packed in self.packed]
         mine = [c for c in copies if c.src_rank == self.rank]
-        views = packed_views(self.packed[self.rank], mine, dtype)
-        copy_boxes(views, [copy_view(self.tensors[c.src], c.src_offset, c.shape) for c in mine])
-        if self.rank > 0:
-            dist.send(self.packed[self.rank][: packed_bytes(copies, self.rank, dtype)], 0)
-            return []
+        into = packed_views(parts[self.rank], mine, dtype)
+        copy_boxes(into, [copy_view(self.tensors[c.src], c.src_offset, c.shape) for c in mine])
+        dist.all_gather(parts, parts[self.rank])
         whole = dict(flattened(self.shared, self.buckets[index]))
-        for rank, packed in self.packed.items():
+        for rank, packed in enumerate(parts):
             theirs = [c for c in copies if c.src_rank == rank]
-            if rank > 0:
-                dist.recv(packed[: packed_bytes(copies, rank, dtype)], rank)
             into = [copy_view(whole[c.dst], c.dst_offset, c.shape) for c in theirs]
             copy_boxes(into, packed_views(packed, theirs, dtype))
-        # torch counts every reader of a shared tensor down, and the writer once for each time it is pickled.
-        return [serialized(self.shared, self.buckets[index]) for _ in range(readers)]
+        return serialized(self.shared, self.buckets[index]) if self.rank < readers else None
 
 
 class GatheringTrainer(MegatronTrainer):
@@ -82,23 +76,26 @@ class GatheringTrainer(MegatronTrainer):
     def plan_gather(self) -> int:
         return int(self._call("plan_gather", what="Planning")[0])
 
+    def sweep(self) -> None:
+        """End the ranks, and remove what torch leaves in /dev/shm of processes that end so."""
+        pids = self._call("pid", what="Asking for pids")
+        self.stop()
+        for path in (path for pid in pids for path in Path("/dev/shm").glob(f"torch_{pid}_*")):
+            path.unlink(missing_ok=True)
+
     def gather_bucket(self, index: int, readers: int) -> list[str]:
-        return list(self._call("gather_bucket", index, readers, what="Gathering")[0])
+        return list(self._call("gather_bucket", index, readers, what="Gathering")[:readers])
 
 
 def buckets(layouts: Sequence[TensorLayout]) -> Iterator[list[TensorLayout]]:
     """Whole tensors, at most GATHER_BYTES together."""
     bucket: list[TensorLayout] = []
     for layout in layouts:
-        if bucket and sum(map(layout_bytes, [*bucket, layout])) > GATHER_BYTES:
+        if bucket and sum(each.nbytes for each in (*bucket, layout)) > GATHER_BYTES:
             yield bucket
             bucket = []
         bucket.append(layout)
     yield bucket
-
-
-def layout_bytes(layout: TensorLayout) -> int:
-    return prod(layout.shape) * DTYPE_BYTES[layout.dtype]
 
 
 def packed_bytes(copies: Sequence[Copy], rank: int, dtype: str) -> int:
@@ -118,7 +115,7 @@ def packed_views(memory: Tensor, copies: Sequence[Copy], dtype: str) -> list[Ten
 def flattened(memory: Tensor, bucket: Sequence[TensorLayout]) -> Iterator[tuple[str, Tensor]]:
     at = 0
     for layout in bucket:
-        size = layout_bytes(layout)
+        size = layout.nbytes
         yield layout.name, memory[at : at + size].view(getattr(torch, layout.dtype)).view(layout.shape)
         at += size
 
@@ -130,7 +127,7 @@ def serialized(memory: Tensor, bucket: Sequence[TensorLayout]) -> str:
 
     metadata, at = [], 0
     for layout in bucket:
-        size, dtype = layout_bytes(layout), getattr(torch, layout.dtype)
+        size, dtype = layout.nbytes, getattr(torch, layout.dtype)
         shape = torch.Size(layout.shape)
         metadata.append(FlattenedTensorMetadata(layout.name, shape, dtype, at, at + size, prod(shape)))
         at += size

@@ -7,7 +7,7 @@ Changes are words, integers as wide as the message's smallest element. They trav
 from collections.abc import Callable, Mapping
 
 import torch
-from megatron_rl_kernels import Delta, apply_delta, checksum_boxes, copy_boxes, delta_boxes, prepare
+from megatron_rl_kernels import Delta, apply_delta, copy_boxes, delta_boxes, prepare
 from megatron_rl_kernels.reference import INTEGERS
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from megatron_rl.errors import SyncError
 from megatron_rl.layouts.boxes import DTYPE_BYTES
 from megatron_rl.resharding.messages import ALIGN_BYTES, Message
 from megatron_rl.resharding.timer import Timer
-from megatron_rl.resharding.views import message_views, tensor_views
+from megatron_rl.resharding.views import checksum_of, message_views, tensor_views
 
 INDEX_BYTES = 4
 
@@ -142,7 +142,7 @@ class Rebuild:
             pack()
             apply(delta_in(memory, count, word))
         with timer("check"):
-            (found,) = checksum_boxes([whole])
+            found = checksum_of(whole)
         if found != checksum:
             raise SyncError(
                 f"{self._me}: message {message.number} from {giver} ({message.content}), put together from the "

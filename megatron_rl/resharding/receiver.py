@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from megatron_rl_kernels import checksum_boxes
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
@@ -24,7 +23,7 @@ from megatron_rl.resharding.spec import LoadReport, Push, SyncSpec, engine_name,
 from megatron_rl.resharding.transport.links import PATIENCE_S, STALL_S, Link, Session
 from megatron_rl.resharding.transport.network import Network, join_network
 from megatron_rl.resharding.transport.slots import Slots, attach
-from megatron_rl.resharding.views import check_tensors
+from megatron_rl.resharding.views import check_tensors, checksum_of
 
 _DIFFERENT_PLANS = "The two computed different plans: run the same version of megatron_rl on both sides."
 
@@ -226,7 +225,7 @@ class Receiver:
         """Check a message and write it into the parameters, or compare them with it."""
         sent_bytes = news["nbytes"]
         with progress.timer("check"):
-            (found,) = checksum_boxes([memory[:sent_bytes]])
+            found = checksum_of(memory[:sent_bytes])
         if found != news["checksum"]:
             raise SyncError(
                 f"{self._me}: the {sent_bytes} bytes of message {message.number} from {giver} "

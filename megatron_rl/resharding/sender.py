@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_rl_kernels import checksum_boxes, copy_boxes, prepare
+from megatron_rl_kernels import copy_boxes, prepare
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
@@ -19,7 +19,7 @@ from megatron_rl.resharding.timer import Timer
 from megatron_rl.resharding.transport.links import Session
 from megatron_rl.resharding.transport.network import Network, join_network
 from megatron_rl.resharding.transport.slots import Slots
-from megatron_rl.resharding.views import check_tensors, message_views, tensor_views
+from megatron_rl.resharding.views import check_tensors, checksum_of, message_views, tensor_views
 
 CPU = torch.device("cpu")
 
@@ -121,7 +121,7 @@ class Sender:
     def _shorten(self, message: Message, memory: Tensor, push: Push, timer: Timer) -> tuple[Tensor, dict[str, Any]]:
         """What of a filled slot is sent, the message or what changed in it, and how it is announced."""
         with timer("check"):
-            (whole,) = checksum_boxes([memory])
+            whole = checksum_of(memory)
         changes = None
         if self._spec.delta and not push.compare:
             with timer("pack"):
@@ -130,7 +130,7 @@ class Sender:
             return memory, {"checksum": whole, "delta": None}
         memory, count = changes
         with timer("check"):
-            (found,) = checksum_boxes([memory])
+            found = checksum_of(memory)
         return memory, {"checksum": found, "delta": {"since": self._held.version, "count": count, "checksum": whole}}
 
     def _serve(self, session: Session, *, until: Callable[[], bool]) -> None:

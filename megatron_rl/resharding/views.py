@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import xxhash
+from megatron_rl_kernels import checksum_boxes
 from torch import Tensor
 
 from megatron_rl.errors import LayoutError
@@ -30,6 +32,17 @@ def message_views(memory: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:
 def tensor_views(tensors: Mapping[str, Tensor], pieces: Iterable[Piece]) -> list[Tensor]:
     """The same rectangles where they lie in a rank's tensors."""
     return [copy_view(tensors[p.tensor], p.offset, p.shape) for p in pieces]
+
+
+def checksum_of(memory: Tensor) -> str:
+    """32 hex digits for the bytes of a buffer, uint8 [n]: XXH3-128, on a GPU of its chunks, on a CPU of the whole.
+
+    Chunks let a GPU work on all at once; a CPU would take twice as long over them. Both ends of a link have one kind of
+    device.
+    """
+    if memory.is_cuda:
+        return checksum_boxes([memory])[0]
+    return xxhash.xxh3_128_hexdigest(memory.numpy())
 
 
 def check_tensors(tensors: Mapping[str, Tensor], layouts: Sequence[TensorLayout], *, whose: str) -> None:

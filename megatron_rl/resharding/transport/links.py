@@ -8,6 +8,7 @@ the connections of a process that dies, so a peer's death is known at once, whoe
 import contextlib
 import hmac
 import json
+import selectors
 import socket
 import struct
 import time
@@ -84,6 +85,8 @@ class Session:
         self.me, self.name, self.meeting = me, name, meeting
         self.givers: dict[str, Link] = {}
         self.takers: dict[str, Link] = {}
+        self._news = selectors.DefaultSelector()
+        """Of all links; a push asks it hundreds of times."""
         self.store: Any
         self.host: str
         if before is not None and before.meeting == meeting:
@@ -107,6 +110,8 @@ class Session:
             for giver in givers:
                 self.givers[giver] = self._connect(giver, deadline)
             self._accept(listener, takers, deadline)
+        for link in self._links():
+            self._news.register(link, selectors.EVENT_READ)
 
     def _connect(self, giver: str, deadline: float) -> Link:
         key = f"{self.name}/{giver}"
@@ -165,10 +170,10 @@ class Session:
     def ready(self, owed: Callable[[], Iterable[str]], *, patience_s: float = 0.0) -> list[Link]:
         """Links with news. Raises: SyncError when none come for STALL_S and `patience_s`; it says who owes what."""
         limit_s = STALL_S + patience_s
-        found = wait(self._links(), limit_s)  # type: ignore[arg-type]
+        found = self._news.select(limit_s)
         if not found:
             raise SyncError(f"{self.me} heard nothing for {limit_s:.0f} s: {'; '.join(owed())}.")
-        return found  # type: ignore[return-value]
+        return [key.fileobj for key, _ in found]  # type: ignore[misc]
 
     def reason(self, error: SyncError) -> SyncError:
         """Why a transfer broke: a peer's last word, or that it ended; `error` when none says so within REASON_S."""
@@ -193,6 +198,7 @@ class Session:
 
     def close(self) -> None:
         """Close every link."""
+        self._news.close()
         for link in self._links():
             link.close()
         self.givers, self.takers = {}, {}

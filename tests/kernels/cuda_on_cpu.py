@@ -2,10 +2,12 @@
 
 import ctypes
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
 from megatron_rl_kernels import cuda_ops
 from megatron_rl_kernels.cuda_ops.nvrtc import THREADS
 
@@ -87,6 +89,8 @@ PARAMETERS = ["const i64* rows", "const int* row_of_tile", "const i64* lines", "
 
 def build(name: str, kernels: Iterable[str], folder: Path, **macros: int) -> Run:
     """`name`.cu as a function of a kernel's name, of the number of blocks, and of the kernel's arguments."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++, which compiles CUDA sources for a CPU here: apt-get install g++")
     source = (Path(cuda_ops.__file__).parent / f"{name}.cu").read_text()
 
     def cast(found: re.Match[str]) -> str:

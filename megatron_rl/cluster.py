@@ -145,6 +145,17 @@ class Pool:
         return remote.remote(str(log), *args)
 
 
+def _see_all_gpus() -> None:
+    """The own GPUs stay the first; the node's others are seen too, whose memory weights are read from.
+
+    Ray shows a process its own only. Not run yet: no GPU has been at hand.
+    """
+    own = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.isdigit()]
+    here = sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    if own:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*own, *(number for number in here if number not in own)])
+
+
 def _logged(cls: type) -> type:
     """`cls` whose first constructor argument is the file that takes over its process's output."""
 
@@ -154,6 +165,7 @@ def _logged(cls: type) -> type:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(descriptor, stream.fileno())
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
+            _see_all_gpus()
             super().__init__(*args)
 
     Logged.__name__ = Logged.__qualname__ = cls.__name__

@@ -282,8 +282,9 @@ class WeightsConfig:
     verify_every: int = 1
     """With verify: weight versions (steps) that this divides."""
     delta: bool = False
-    """Send only the elements that changed since the last version. The trainer then keeps a copy of what it sent, once
-    more its share of the weights in the engines' dtype."""
+    """Send only the elements that changed since the last version, which pays between nodes and not inside one. The
+    first push, one after a failure and a verified one go whole, as does a message whose changes would be longer. The
+    trainer keeps a copy of what it sent: once more its share of the weights in the engines' dtype."""
 
     def __post_init__(self) -> None:
         _at_least("weights.verify_every", self.verify_every, 1)

@@ -209,8 +209,9 @@ class Receiver:
         giver = session.givers[trainer_name(message.src)]
         memory = self._slots.next(news["nbytes"])
         if len(memory):  # nothing changed, else
-            work = self._network.receive(memory, message.src)
+            # Asked for first: NCCL's first transfer between two ranks begins when both are there.
             giver.send(slot=news["slot"], fetch_as=self._spec.trainer.world_size + self._reader)
+            work = self._network.receive(memory, message.src)
             with progress.timer("wait"):
                 self._network.wait(work)
         self._take(giver.peer, message, news, memory, push, progress)

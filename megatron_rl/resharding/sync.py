@@ -75,13 +75,14 @@ class EngineSync:
         session, self._session = self._session or secrets.token_hex(16), None
         push = Push(self._sender.meeting(), session, version)
         sent, loaded = self._move(push)
+        times.append(time.perf_counter())
         if self._verify_every and version % self._verify_every == 0:
             self._move(replace(push, compare=True))
         self._session = session
         times.append(time.perf_counter())
         self._receiver.commit(version)
         times.append(time.perf_counter())
-        pause_s, move_s, commit_s = (b - a for a, b in zip(times, times[1:], strict=False))
+        pause_s, move_s, verify_s, commit_s = (b - a for a, b in zip(times, times[1:], strict=False))
         received = sum(r.received_bytes for r in loaded)
         both: list[SendReport | LoadReport] = [*sent, *loaded]
         logger.info("synced version %d: %.3f GB in %.2f s", version, received / 1e9, times[-1] - times[0])
@@ -94,6 +95,7 @@ class EngineSync:
             "sync/staging_bytes": float(max(r.staging_bytes for r in both)),
             "sync/pause_s": pause_s,
             "sync/move_s": move_s,
+            "sync/verify_s": verify_s,
             "sync/commit_s": commit_s,
             "sync/pack_s": max(r.pack_s for r in sent),
             "sync/unpack_s": max(r.unpack_s for r in loaded),

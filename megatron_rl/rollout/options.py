@@ -53,6 +53,8 @@ STREAMED = {
 }
 """With these the engine's parameters are not as the layout tables say, and SGLang's own loader has to take the weights.
 Each with the reason."""
+AS_EVER = {"moe_runner_backend": "triton", "moe_a2a_backend": "none", "init_expert_location": "trivial"}
+"""Values that change nothing."""
 _SHORT = {
     "tp": "tp_size",
     "tensor_parallel_size": "tp_size",
@@ -125,7 +127,10 @@ def check_sglang_options(options: Mapping[str, Any], *, direct: Iterable[str] = 
 
 def streamed(options: Mapping[str, Any]) -> dict[str, str]:
     """Those of the user's options for which SGLang's own loader has to take the weights, each with the reason."""
-    return {key: STREAMED[name] for key, value in options.items() if value and (name := _full_name(key)) in STREAMED}
+    asked = {key: (_full_name(key), value) for key, value in options.items() if value}
+    return {
+        key: STREAMED[name] for key, (name, value) in asked.items() if name in STREAMED and AS_EVER.get(name) != value
+    }
 
 
 def why_streamed(options: Mapping[str, Any], tensors: Iterable[TensorLayout], *, ranks: int) -> str:

@@ -54,7 +54,7 @@ def test_options_that_change_the_engines_parameters_have_sglangs_own_loader_take
     check_sglang_options(options)
 
     assert list(streamed(options)) == ["quantization", "ep-num-redundant-experts"]
-    assert not streamed({"chunked_prefill_size": 64})
+    assert not streamed({"chunked_prefill_size": 64, "moe_runner_backend": "triton", "moe-a2a-backend": "none"})
     tensors = [TensorLayout("a", (1000, 400), "bfloat16", ()), TensorLayout("b", (50_000,), "float32", ())]
     assert why_streamed(options, tensors, ranks=6) == (
         "weights go through SGLang's own loader (rollout.sglang.quantization: the engine keeps other numbers than the "

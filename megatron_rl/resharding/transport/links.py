@@ -132,7 +132,7 @@ class Session:
         try:
             while greetings:
                 ready = wait([listener, *silent], max(deadline - time.monotonic(), 0))
-                if not ready:
+                if not ready or time.monotonic() > deadline:  # strangers may keep coming
                     raise SyncError(f"{self.me} waited {STALL_S:.0f} s for {_names(greetings.values())}, in vain.")
                 if listener in ready:
                     with contextlib.suppress(OSError):  # it may be gone by now
@@ -163,9 +163,10 @@ class Session:
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):  # the store may be what is gone
                 missing = [who for key, who in keys.items() if not self.store.check([key])]
-            raise SyncError(
+            late = SyncError(
                 f"{self.me} waited {STALL_S:.0f} s for {_names(missing) or 'the others'}, in vain: {error}"
-            ) from error
+            )
+            raise self.reason(late) from error
 
     def ready(self, owed: Callable[[], Iterable[str]], *, patience_s: float = 0.0) -> list[Link]:
         """Links with news. Raises: SyncError when none come for STALL_S and `patience_s`; it says who owes what."""

@@ -63,6 +63,7 @@ class Run:
                 env=environment,
                 cwd=ROOT,
                 start_new_session=True,
+                preexec_fn=_in_the_foreground,
             )
 
     def text(self) -> str:
@@ -146,6 +147,11 @@ class Run:
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def _in_the_foreground() -> None:
+    """What a shell starts in the background, these tests for example, ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.layouts.table import Table
 from megatron_rl.megatron_options import set_elsewhere, wrong_options
+from megatron_rl.memory import too_large, uses, wrong_cluster
 from megatron_rl.models import load_architecture, load_table
 from megatron_rl.rewards import REWARDS
 
@@ -55,25 +56,35 @@ def check(config: Config) -> None:
 def _settings(config: Config) -> Iterator[str]:
     """Across sections, whatever the model."""
     p, per_rank = config.parallel, config.trainer.tokens_per_micro_batch
-    if config.mode in ("train", "train_only") and config.sampling.max_tokens >= per_rank * p.cp:
+    has_engines, has_policy = config.mode in ("train", "rollout_only"), config.mode in ("train", "train_only")
+    for key, value in {
+        "prompts_per_step": config.prompts_per_step,
+        "sampling.max_tokens": config.sampling.max_tokens,
+    }.items():
+        if config.mode != "sft" and value == 0:
+            yield f"mode={config.mode} needs {key}, which is not set. Set it to at least 1."
+    if has_policy and config.sampling.max_tokens >= per_rank * p.cp:
         yield (
             f"sampling.max_tokens={config.sampling.max_tokens} with trainer.tokens_per_micro_batch={per_rank} on "
             f"each of {p.cp} context-parallel rank(s): a whole sample has to fit one micro-batch. Raise the latter."
         )
     samples = config.prompts_per_step * config.sampling.samples_per_prompt
     dp = max(config.trainer.world_size // (p.pp * p.cp * p.tp), 1)
-    if config.mode in ("train", "train_only") and samples < dp * config.algorithm.mini_batches:
+    if has_policy and samples < dp * config.algorithm.mini_batches:
         yield (
             f"prompts_per_step x sampling.samples_per_prompt = {samples} samples cannot fill algorithm.mini_batches="
             f"{config.algorithm.mini_batches} on {dp} data-parallel ranks. Raise prompts_per_step."
         )
-    if config.sft.prompts_per_step < dp:
+    supervised = {"sft": config.steps, "rollout_only": 0}.get(config.mode, config.sft.steps)
+    if supervised and config.sft.prompts_per_step < dp:
         yield (
             f"sft.prompts_per_step={config.sft.prompts_per_step} is less than the {dp} data-parallel ranks. Raise it."
         )
+    if supervised and config.sft.lr == 0:
+        yield f"sft.lr=0 with {supervised} supervised updates: nothing would be learned. Set sft.lr, as to 1e-5."
     phases = (
-        ("algorithm", config.algorithm.warmup_steps, config.steps * config.algorithm.mini_batches),
-        ("sft", config.sft.warmup_steps, config.steps if config.mode == "sft" else config.sft.steps),
+        ("algorithm", config.algorithm.warmup_steps, config.steps * config.algorithm.mini_batches * has_policy),
+        ("sft", config.sft.warmup_steps, supervised),
     )
     for name, warmup_steps, updates in phases:
         if 0 < updates <= warmup_steps:
@@ -81,7 +92,7 @@ def _settings(config: Config) -> Iterator[str]:
                 f"{name}.warmup_steps={warmup_steps} of {updates} optimizer steps leaves none at the full "
                 f"learning rate. Set it below {updates}."
             )
-    if config.mode in ("train", "rollout_only") and config.rollout.max_total_tokens <= config.sampling.max_tokens:
+    if has_engines and config.rollout.max_total_tokens <= config.sampling.max_tokens:
         yield (
             f"rollout.max_total_tokens={config.rollout.max_total_tokens} does not hold one answer of "
             f"sampling.max_tokens={config.sampling.max_tokens}. Raise rollout.max_total_tokens."
@@ -96,8 +107,8 @@ def _settings(config: Config) -> Iterator[str]:
             f"reward.name=verifier with data.source={config.data.source}: only reasoning_gym's tasks bring their own "
             "verifier. Set reward.name=exact or math."
         )
-    if config.reward.name not in REWARDS:
-        yield f"reward.name={config.reward.name!r} is not one of {', '.join(REWARDS)}."
+    if (config.reward.name or has_engines) and config.reward.name not in REWARDS:
+        yield f"reward.name={config.reward.name!r} is not one of {', '.join(REWARDS)}. Set it to one of them."
     if config.samples is not None and not Path(config.samples).is_file():
         yield f"samples={config.samples} is not a file. Name the samples.jsonl of an earlier run."
     if config.mode == "sft" and config.sft.steps:
@@ -150,9 +161,15 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 def cpus_needed(config: Config) -> int:
     """What the processes of `config.mode` ask Ray for: trainer ranks, and the engines' ranks with one for rewards."""
-    ranks = 0 if config.mode == "rollout_only" else config.trainer.world_size
+    ranks, engine_ranks = gpus_needed(config)
+    return ranks + (engine_ranks + 1 if engine_ranks else 0)
+
+
+def gpus_needed(config: Config) -> tuple[int, int]:
+    """(GPUs of the trainer, those of all engines) in `config.mode`, where there are GPUs: each rank has one."""
     has_engines = config.mode in ("train", "rollout_only")
-    return ranks + (config.rollout.engines * config.rollout.tp + 1 if has_engines else 0)
+    trainer = 0 if config.mode == "rollout_only" else config.trainer.world_size
+    return trainer, config.rollout.engines * config.rollout.tp * has_engines
 
 
 def longest_prompt(config: Config, *, context: int) -> int:
@@ -192,16 +209,26 @@ def _model(config: Config) -> Iterator[str]:
             f"sampling.max_tokens={config.sampling.max_tokens} leaves no room for a prompt in the model's context of "
             f"{context}. Lower sampling.max_tokens."
         )
-    if config.mode != "rollout_only":
+    gpus = gpus_needed(config)
+    trainer = engine = None
+    if gpus[0]:
         try:
-            check_megatron(table, topology_of(config, table))
+            trainer = topology_of(config, table)
+            check_megatron(table, trainer)
         except LayoutError as error:
             yield str(error)
-    if config.mode in ("train", "rollout_only"):
+            trainer = None
+    if gpus[1]:
         try:
-            check_sglang(table, engine_of(config))
+            engine = engine_of(config)
+            check_sglang(table, engine)
         except LayoutError as error:
             yield str(error)
+            engine = None
+    yield from wrong_cluster(config.cluster, *gpus)
+    if config.cluster.gpu_gb is not None and (trainer or engine):
+        found = uses(config, table, architecture.megatron, trainer=trainer, engine=engine)
+        yield from too_large(found, config.cluster.gpu_gb)
     yield from _weights(config)
 
 

@@ -91,8 +91,8 @@ class DataConfig:
 class RewardConfig:
     """How an answer is judged."""
 
-    name: str
-    """A row of `rewards.REWARDS`: exact, math, verifier."""
+    name: str = ""
+    """A row of `rewards.REWARDS`: exact, math, verifier. Needed where samples are judged: mode=train, rollout_only."""
     threshold: float | None = None
     """When set, a score counts as 1.0 if it reaches this and as 0.0 otherwise."""
 
@@ -101,15 +101,15 @@ class RewardConfig:
 class SamplingConfig:
     """How the engine samples."""
 
-    max_tokens: int
-    """Generated tokens per sample, prompt excluded."""
+    max_tokens: int = 0
+    """Generated tokens per sample, prompt excluded; needed but with mode=sft, which samples nothing."""
     samples_per_prompt: int = 8
     """Samples of one group."""
     temperature: float = 1.0
     """Divides logits before softmax; 1.0 keeps log-probabilities comparable with the trainer's."""
 
     def __post_init__(self) -> None:
-        _at_least("sampling.max_tokens", self.max_tokens, 1)
+        _at_least("sampling.max_tokens", self.max_tokens, 0)
         _at_least("sampling.samples_per_prompt", self.samples_per_prompt, 1)
         if self.temperature <= 0:
             raise ConfigError(
@@ -299,6 +299,8 @@ class WeightsConfig:
 class SftConfig(OptimizerConfig):
     """Supervised training on the data's own answers: a warm start before RL, or the whole run with mode=sft."""
 
+    lr: float = 0.0
+    """Peak learning rate; needed where there are supervised updates."""
     steps: int = 0
     """Optimizer steps; 0 skips the warm start."""
     prompts_per_step: int = 64
@@ -346,8 +348,17 @@ class ClusterConfig:
     """Address of a running Ray cluster; null starts one on this machine."""
     cpus: int | None = None
     """CPUs Ray may count on when it is started here; null counts what the processes need."""
+    nodes: int | None = None
+    """Nodes that the run is meant for: a layout that wants more is refused before it queues. null asks nobody."""
+    gpus_per_node: int = 8
+    """GPUs of each of them."""
+    gpu_gb: float | None = None
+    """Memory of a GPU in GB of 10^9 bytes: a layout that cannot fit is refused. null asks nobody."""
 
     def __post_init__(self) -> None:
+        _at_least("cluster.nodes", 1 if self.nodes is None else self.nodes, 1)
+        _at_least("cluster.gpus_per_node", self.gpus_per_node, 1)
+        _at_least("cluster.gpu_gb", 1 if self.gpu_gb is None else self.gpu_gb, 1)
         host = r"(ray://)?([^\s:/\[\]]+|\[[0-9a-fA-F:]+\])"
         match = re.fullmatch(rf"auto|{host}:(?P<port>\d{{1,5}})", self.address or "auto")
         if match is None or int(match["port"] or 0) > 65535:
@@ -368,14 +379,14 @@ class Config:
     """Run directory below runs_dir."""
     steps: int
     """Policy updates (supervised updates with mode=sft)."""
-    prompts_per_step: int
-    """Prompts of one policy update; supervised updates have sft.prompts_per_step."""
     model: ModelConfig
     data: DataConfig
-    reward: RewardConfig
-    sampling: SamplingConfig
     algorithm: AlgorithmConfig
-    sft: SftConfig
+    prompts_per_step: int = 0
+    """Prompts of one policy update; needed but with mode=sft. Supervised updates have sft.prompts_per_step."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -400,7 +411,7 @@ class Config:
         _choice("mode", self.mode, MODES)
         _choice("resume", self.resume, ("auto", "never"))
         _at_least("steps", self.steps, 0)
-        _at_least("prompts_per_step", self.prompts_per_step, 1)
+        _at_least("prompts_per_step", self.prompts_per_step, 0)
         if (self.mode == "train_only") != (self.samples is not None):
             raise ConfigError(
                 f"mode={self.mode} with samples={self.samples}: mode=train_only replays a file named by samples=PATH, "

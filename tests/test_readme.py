@@ -1,10 +1,13 @@
 """What README says of the code is what the code is."""
 
+import json
 import re
 from pathlib import Path
 
 from megatron_rl.config import load_config
 from megatron_rl.models import FAMILIES
+from megatron_rl.run_plan import describe, plan_run
+from tests.tiny import PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -38,3 +41,12 @@ def test_its_command_lines_are_accepted() -> None:
     assert len(commands) >= 1
     for command in commands:
         load_config(command.replace("\\\n", " ").split())
+
+
+def test_the_plan_it_shows_is_the_one_that_is_printed(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"\$ python tools/plan.py run [^\n]*\n(.*?)```", README, flags=re.DOTALL)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["qwen3_30b_a3b"]))
+    words = ["experiment=qwen3_30b_a3b_2_nodes", f"model.path={tmp_path}", "data.path=prompts.jsonl"]
+    config = load_config(words)
+
+    assert describe(config, plan_run(config)).strip() == shown.strip()

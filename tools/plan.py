@@ -1,9 +1,11 @@
-"""What a weight sync would move, before anything is started: bytes on every link, messages, balance, memory.
+"""What a run and a weight sync would take, before anything is started.
 
+    python tools/plan.py run experiment=deepseek_v3_32_nodes model.path=DIR
     python tools/plan.py sync --model DIR --trainer world=1024,tp=8,pp=16,ep=64 --engine tp=32,ep=32 --engines 16
 
-Layouts are those of a MegatronTopology and an SglangTopology. Trainer and engines stand on nodes of their own, one rank
-on each device in order, or with --colocated both on the same devices.
+run: GPUs, nodes, memory on each GPU, of a command line of the program's. sync: bytes on every link, messages, balance,
+memory; layouts are those of a MegatronTopology and an SglangTopology. Trainer and engines stand on nodes of their own,
+one rank on each device in order, or with --colocated both on the same devices.
 """
 
 import argparse
@@ -19,6 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.checks import check  # noqa: E402
+from megatron_rl.config import load_config  # noqa: E402
 from megatron_rl.convert.fp8 import without_quantization  # noqa: E402
 from megatron_rl.errors import ConfigError, DataError, LayoutError  # noqa: E402
 from megatron_rl.layouts.megatron_topology import MegatronTopology  # noqa: E402
@@ -27,11 +31,14 @@ from megatron_rl.models import load_table  # noqa: E402
 from megatron_rl.resharding.schedule import make_schedule, receives, sends  # noqa: E402
 from megatron_rl.resharding.spec import Placement, SyncSpec  # noqa: E402
 from megatron_rl.resharding.traffic import Traffic, measure  # noqa: E402
+from megatron_rl.run_plan import describe, plan_run  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 printed, 2 refused."""
     asked = _parser().parse_args(arguments)
+    if asked.command == "run":
+        return plan_of_run(asked.overrides)
     try:
         spec = read_spec(asked)
         started = time.perf_counter()
@@ -54,6 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.png:
         draw(traffic, asked.png, title=f"{spec.hf_config['architectures'][0]}: {asked.trainer} to {asked.engine}")
         print("picture".ljust(28) + str(asked.png))
+    return 0
+
+
+def plan_of_run(overrides: Sequence[str]) -> int:
+    """Returns the exit code: 0 printed, 2 refused, maybe after the plan: what the program would refuse."""
+    try:
+        config = load_config(overrides)
+        print(describe(config, plan_run(config)))
+        check(config)
+    except (ConfigError, LayoutError) as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -163,7 +182,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sync = parser.add_subparsers(required=True, metavar="sync").add_parser("sync", help="a weight sync")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run|sync")
+    run = commands.add_parser("run", help="a whole run")
+    run.add_argument("overrides", nargs="+", help="experiment=NAME key=value ...: as for the program")
+    sync = commands.add_parser("sync", help="a weight sync")
     sync.add_argument("--model", type=Path, required=True, help="a config.json, or the directory of one")
     sync.add_argument("--trainer", required=True, help="world=1024,tp=8,pp=16,ep=64: fields of MegatronTopology")
     sync.add_argument("--pipeline-layout", help="layers of each pipeline stage, in megatron-core's letters")

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_rl.config import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.megatron_options import field_names
 from megatron_rl.models import load_architecture
 from megatron_rl.trainer.build import transformer_config
-from tests.tiny import TINY
+from tests.test_experiments import MODELS
+from tests.tiny import PUBLISHED, TINY
 from tests.trainer.ranks import run_ranks
 from tests.trainer.setup import make_config, start, write_checkpoint
 
@@ -46,6 +48,20 @@ def test_megatron_option_is_passed_on() -> None:
 def test_what_megatron_refuses_is_a_config_error_in_its_words() -> None:
     with pytest.raises(ConfigError, match="megatron-core refuses this configuration: .*recompute"):
         build({"recompute_granularity": "some"})
+
+
+@pytest.mark.parametrize("experiment", sorted(MODELS))
+def test_the_options_of_shipped_experiments_are_taken_by_megatron(experiment: str) -> None:
+    config = load_config([f"experiment={experiment}", "model.path=unused", "data.path=unused"])
+    options = dict(config.trainer.megatron)
+    assert options.pop("moe_permute_fusion")  # asks for Transformer Engine, which is not here
+    trainer = dataclasses.replace(config.trainer, megatron=options)
+
+    built = transformer_config(
+        load_architecture(PUBLISHED[MODELS[experiment]]), config.parallel, trainer, has_cuda=True
+    )
+
+    assert (built.recompute_granularity, built.recompute_num_layers, built.moe_router_dtype) == ("full", 1, "fp32")
 
 
 def test_devices_differ_in_grouped_experts_and_fusions_only() -> None:

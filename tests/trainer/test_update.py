@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_rl.errors import BackendError
-from megatron_rl.trainer.rank_batch import RankBatch, split
+from megatron_rl.trainer.rank_batch import RankBatch, micro_batches, split
 from megatron_rl.trainer.worker import Worker
 from tests.trainer.ranks import run_ranks
-from tests.trainer.setup import make_batch, make_config, make_rollouts, start, write_checkpoint
+from tests.trainer.setup import gradients_of, make_batch, make_config, make_rollouts, start, write_checkpoint
 
 LENGTHS, PROMPTS = [11, 23, 20, 5, 40, 9], [3, 7, 4, 2, 1, 5]
 TWO_MINI_BATCHES = {
@@ -222,3 +222,32 @@ def test_second_phase_starts_anew_from_the_weights_of_the_first(dtype: str, tmp_
     for (metrics, tensors), (want, wanted) in zip(found, expected, strict=True):
         assert metrics == want
         assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
+def recomputed(rank: int, directory: str, config: Any, meeting: str) -> dict[str, torch.Tensor]:
+    worker = start(rank, config, directory, meeting)
+    batch = make_batch(make_rollouts(LENGTHS, PROMPTS), TWO_MINI_BATCHES[worker.topology.dp])
+    (rows, *_) = micro_batches(part_of(worker, batch))
+    worker.gradients(rows)
+    return gradients_of(worker)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_recomputed_layers_have_the_gradients_of_kept_ones(family: str, tmp_path: Path) -> None:
+    """As the large experiments ask for it; bit for bit: the same operations on the same numbers."""
+    directory = write_checkpoint(tmp_path / "hf", family)
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    kept, again = (
+        run_ranks(
+            4,
+            recomputed,
+            directory,
+            make_config({"tp": 2, "sp": True, "ep": 2, "pp": 2}, world_size=4, megatron=megatron),
+            f"file://{tmp_path}/meeting-{len(megatron)}",
+        )
+        for megatron in ({}, options)
+    )
+
+    for before, after in zip(kept, again, strict=True):
+        assert before.keys() == after.keys() and before
+        assert all(torch.equal(before[name], after[name]) for name in before)

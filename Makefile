@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # Two processes, which take whole groups of tests (tests/conftest.py) in order.
 TWO := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: env demo bench check test test-fast format
+.PHONY: env demo bench optuna check test test-fast format
 
 env:
 	@requirements/install.sh
@@ -24,15 +24,22 @@ build/bench/complete: requirements/bench.txt | env
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target build/bench -r requirements/bench.txt
 	touch $@
 
+optuna: env build/optuna/complete  ## For sweeps that choose their points by the results so far: hydra/sweeper=optuna
+
+build/optuna/complete: requirements/optuna.txt | env
+	rm -rf build/optuna
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target build/optuna -r requirements/optuna.txt
+	touch $@
+
 check: env  ## Style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-test: env  ## Everything, with live servers and whole runs
+test: env build/optuna/complete  ## Everything, with live servers and whole runs
 	$(PY) -m pytest -q $(TWO)
 
-test-fast: env  ## Without live servers: seconds to a few minutes
+test-fast: env build/optuna/complete  ## Without live servers: seconds to a few minutes
 	$(PY) -m pytest -q $(TWO) -m "not live"
 
 format: env

@@ -29,10 +29,12 @@ setup(
         "megatron_rl.configs": ["*.yaml", "*/*.yaml"],
         # What our SGLang servers find on their path, and nothing else does.
         "megatron_rl.rollout": ["plugin_site/*/*"],
+        # What Hydra finds on its path in a sweep.
+        "megatron_rl.sweeps": ["plugin_site/*/*"],
         "megatron_rl_kernels.cuda_ops": ["*.cu"],
         "megatron_rl.rollout.sglang_cpu": ["stubs/*/*.py"],
     },
     install_requires=pins("base.txt"),
-    extras_require={"gpu": pins("gpu.txt")},
+    extras_require={"gpu": pins("gpu.txt"), "optuna": pins("optuna.txt")},
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.main:main"]},
 )

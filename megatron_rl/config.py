@@ -457,21 +457,11 @@ def load_config(overrides: Sequence[str], *, config_dir: Path = CONFIG_DIR) -> C
     Raises: ConfigError for an unknown key (also one added with "+"), a wrong type, a missing value, or a value that
     cannot work; it names the nearest key and the mend.
     """
-    known = list(_known_keys(Config))
-    groups = {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in config_dir.iterdir() if p.is_dir()}
-    plain = [o.lstrip("+") for o in overrides]
-    for override in plain:
-        key, equals, value = override.partition("=")
-        if not equals or key.startswith("~"):
-            raise ConfigError(f"Override {override!r} is not key=value. Write, for example, steps=100.")
-        if key in groups:
-            _choice(key, value, groups[key])
-        elif not _is_known(key, known):
-            raise unknown_key(key, known)
+    known, groups = list(_known_keys(Config)), _groups(config_dir)
+    taken = as_hydra_takes(overrides, config_dir=config_dir)
     try:
         with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
-            # A key of the schema need not stand in a YAML file: "++" adds or overrides.
-            raw = compose("config", overrides=[o if o.partition("=")[0] in groups else "++" + o for o in plain])
+            raw = compose("config", overrides=taken)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"The config cannot be composed: {str(error).splitlines()[0]}") from error
     for key in _present_keys(raw):
@@ -488,6 +478,29 @@ def load_config(overrides: Sequence[str], *, config_dir: Path = CONFIG_DIR) -> C
         raise ConfigError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}.") from error
     assert isinstance(config, Config), type(config)
     return config
+
+
+def as_hydra_takes(overrides: Sequence[str], *, config_dir: Path = CONFIG_DIR) -> list[str]:
+    """Overrides for Hydra's compose, which takes keys that stand in no YAML file with "++" only.
+
+    Raises: ConfigError for a key that nothing reads and a file that is not there, naming the nearest.
+    """
+    known, groups = list(_known_keys(Config)), _groups(config_dir)
+    taken = []
+    for override in (o.lstrip("+") for o in overrides):
+        key, equals, value = override.partition("=")
+        if not equals or key.startswith("~"):
+            raise ConfigError(f"Override {override!r} is not key=value. Write, for example, steps=100.")
+        if key in groups:
+            _choice(key, value, groups[key])
+        elif not _is_known(key, known):
+            raise unknown_key(key, known)
+        taken.append(override if key in groups else f"++{override}")
+    return taken
+
+
+def _groups(config_dir: Path) -> dict[str, list[str]]:
+    return {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in config_dir.iterdir() if p.is_dir()}
 
 
 def _top_level(names: Sequence[str]) -> list[str]:

@@ -24,10 +24,12 @@ from megatron_rl.run_directory import RunDirectory, written_whole
 
 logger = logging.getLogger(__name__)
 
-USAGE = """usage: megatron-rl experiment=NAME [key=value ...]
+USAGE = """usage: megatron-rl [-m [--dry-run]] experiment=NAME [key=value ...]
 
   experiment=NAME   a file of configs/experiment, for example cpu_digits
   key=value         any key of megatron_rl/config.py, for example name=demo algorithm.lr=1e-4
+  -m                a sweep: one run for each of key=value,value; hydra/launcher=slurm_grpo submits each to Slurm
+  --dry-run         prints what the sweep would start, and what each run would take
 """
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -42,10 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # that Transformer Engine is not there
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nor a CUDA runtime
     try:
-        config = load_config(arguments)
-        check(config)
-        direct = [f"weights.{key}" for key in ("verify", "delta") if getattr(config.weights, key)]
-        check_sglang_options(config.rollout.sglang, direct=direct)
+        if {"-m", "--multirun"} & set(arguments):
+            from megatron_rl.sweeps.command import run_sweep
+
+            return run_sweep(arguments, read=read_config)
+        config = read_config(arguments)
         with RunDirectory(config) as run, ExitStack() as stack:
             run_mode(config, run, stack)
         return DONE
@@ -58,6 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, SystemExit):  # the latter from Ray's handler of SIGTERM, while Ray starts
         print("\ninterrupted; the same command resumes from the newest checkpoint", file=sys.stderr)
         return INTERRUPTED
+
+
+def read_config(arguments: Sequence[str]) -> Config:
+    """The config of one run. Raises: ConfigError, LayoutError or DataError for what cannot work."""
+    config = load_config(arguments)
+    check(config)
+    direct = [f"weights.{key}" for key in ("verify", "delta") if getattr(config.weights, key)]
+    check_sglang_options(config.rollout.sglang, direct=direct)
+    return config
 
 
 def _interrupt(*_: object) -> None:

@@ -2,9 +2,12 @@
 
 import contextlib
 import fcntl
+import json
 import logging
 import shutil
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +22,20 @@ FIXED = ("model", "data", "seed", "mode", "sft", "samples")
 """Sections that say which run this is: continuing it with others would be another experiment under its name."""
 LAYOUT = ("parallel", "trainer.world_size", "trainer.dtype", "trainer.distributed_optimizer")
 """What the optimizer's shards are cut by; trainer/state.py compares the same with what a checkpoint holds."""
+
+
+ENDING = "ended.json"
+"""In a run directory whose last process has ended by itself."""
+INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the last process of a run ended, by its own word."""
+
+    error: str
+    """Empty: it did what it was asked for. INTERRUPTED, or the message of the error that ended it."""
+    seconds: float
 
 
 class RunDirectory:
@@ -49,6 +66,8 @@ class RunDirectory:
             ) from error
         self._refuse_another_run()
         self._write_config()
+        (self.path / ENDING).unlink(missing_ok=True)
+        self._started_s = time.monotonic()
         logging.raiseExceptions = False  # a log line that a full disk refuses is no news beside our message
         self._handler = self._open_log()
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
@@ -62,6 +81,12 @@ class RunDirectory:
         logging.getLogger().removeHandler(self._handler)
         with contextlib.suppress(OSError):  # the lines that a full disk refused
             self._handler.close()
+        text = "" if error is None else str(error) or type(error).__name__
+        if error is not None and not isinstance(error, Exception):
+            text = INTERRUPTED
+        ending = Ending(text, time.monotonic() - self._started_s)
+        with contextlib.suppress(OSError):  # a disk that refuses has been reported, or harms nothing
+            (self.path / ENDING).write_text(json.dumps(asdict(ending)) + "\n")
         self._lock.close()
 
     def _write_config(self) -> None:
@@ -125,6 +150,14 @@ class RunDirectory:
             )
         assert isinstance(before, dict), before
         return before
+
+
+def read_ending(path: Path) -> Ending | None:
+    """What the last process in run directory `path` wrote when it ended; None while it runs, or where it was killed."""
+    try:
+        return Ending(**json.loads((path / ENDING).read_text()))
+    except (OSError, ValueError, TypeError):  # none, or one that a full disk cut short
+        return None
 
 
 @contextlib.contextmanager

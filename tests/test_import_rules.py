@@ -12,7 +12,7 @@ ONLY_IN = {
     "ray": {"cluster", "trainer", "rollout"},
     "megatron": {"trainer"},
     "sglang": {"rollout"},
-    "hydra": {"config"},
+    "hydra": {"config", "sweeps"},
 }
 OF_OURS = {  # package -> the packages of ours it may import
     "errors": set(),
@@ -44,6 +44,14 @@ OF_OURS = {  # package -> the packages of ours it may import
     "memory": {"config", "layouts"},
     "run_plan": {"config", "convert", "formats", "checks", "layouts", "memory", "models", "resharding", "rollout"},
     "megatron_options": {"errors", "config"},
+    "sweeps": {
+        "errors",
+        "config",
+        "progress",
+        "records",
+        "run_directory",
+        "run_plan",
+    },
     "trainer": {
         *("errors", "types", "config", "checks", "megatron_options"),
         *("algorithms", "formats", "layouts", "models", "resharding", "cluster"),

@@ -14,6 +14,7 @@ from megatron_rl.layouts.table import Table
 from megatron_rl.megatron_options import set_elsewhere, wrong_options
 from megatron_rl.memory import too_large, uses, wrong_cluster
 from megatron_rl.models import load_architecture, load_table
+from megatron_rl.nodes import wrong_nodes
 from megatron_rl.rewards import REWARDS
 
 
@@ -48,7 +49,7 @@ def engine_of(config: Config) -> SglangTopology:
 
 def check(config: Config) -> None:
     """Raises: ConfigError with every problem found, each with its mend."""
-    problems = [*_settings(config), *_without_effect(config), *_model(config)]
+    problems = [*_settings(config), *wrong_nodes(config), *_without_effect(config), *_model(config)]
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "\n  - " + "\n  - ".join(problems))
 

@@ -1,7 +1,6 @@
-"""Ray: starting it, placing actors, waiting for them with a deadline, and saying which one died and why.
+"""Ray: starting it, waiting for its actors with a deadline, and saying which one died and why.
 
-Nothing else decides where a process runs. Classes handed to `spawn` are plain; their standard output goes to a log file
-of their own.
+Where a process runs, `placement.py` decides.
 """
 
 import logging
@@ -14,13 +13,12 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
-from ray.util.placement_group import placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
 
@@ -105,92 +103,34 @@ def stop() -> None:
         guard.wait()
 
 
-def has_gpus() -> bool:
-    """Whether any node offers one."""
-    return ray.cluster_resources().get("GPU", 0) > 0
-
-
-class Pool:
-    """Resources of one role, reserved together: `count` bundles of `cpus` and `gpus` each."""
-
-    def __init__(self, role: str, count: int, *, cpus: int, gpus: int = 0, timeout_s: float = 120.0):
-        """Raises: BackendError when the cluster does not have them within `timeout_s`; it says what there is."""
-        self.role = role
-        self.bundle: dict[str, float] = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-        self.group = placement_group([self.bundle] * count, strategy="PACK")
-        if not self.group.wait(timeout_s):
-            nodes = "; ".join(
-                f"{n['NodeName']}: {n['Resources'].get('CPU', 0):g} CPU, {n['Resources'].get('GPU', 0):g} GPU"
-                for n in ray.nodes()
-                if n["Alive"]
-            )
-            raise BackendError(
-                f"{role} needs {count} x {self.bundle}, and the cluster did not offer it within {timeout_s:.0f} s. "
-                f"Nodes: {nodes}. Add nodes, or lower the number of {role} processes."
-            )
-
-    def nodes(self) -> list[str]:
-        """Ray's name of the node that each bundle lies on."""
-        where: dict[int, str] = placement_group_table(self.group)["bundles_to_node_id"]
-        return [where[i] for i in range(len(where))]
-
-    def spawn(self, cls: type, *args: Any, index: int, log: Path, concurrency: int = 1) -> Any:
-        """Start `cls(*args)` as an actor in bundle `index`; its stdout and stderr go to `log`."""
-        remote = ray.remote(_logged(cls)).options(
-            num_cpus=self.bundle["CPU"],
-            num_gpus=self.bundle.get("GPU", 0),
-            max_concurrency=concurrency,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index),
-        )
-        return remote.remote(str(log), *args)
-
-
-def _see_all_gpus() -> None:
-    """The own GPUs stay the first; the node's others are seen too, whose memory weights are read from.
-
-    Ray shows a process its own only. Not run yet: no GPU has been at hand.
-    """
-    own = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.isdigit()]
-    here = sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
-    if own:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*own, *(number for number in here if number not in own)])
-
-
-def _logged(cls: type) -> type:
-    """`cls` whose first constructor argument is the file that takes over its process's output."""
-
-    class Logged(cls):  # type: ignore[misc, valid-type]
-        def __init__(self, log_path: str, *args: Any):
-            descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(descriptor, stream.fileno())
-            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
-            _see_all_gpus()
-            super().__init__(*args)
-
-    Logged.__name__ = Logged.__qualname__ = cls.__name__
-    return Logged
-
-
-def gather(calls: Mapping[str, Any], *, what: str, timeout_s: float, logs: Path | None = None) -> list[Any]:
+def gather(
+    calls: Mapping[str, Any],
+    *,
+    what: str,
+    timeout_s: float,
+    logs: Path | None = None,
+    watched: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Any]:
     """Results of `calls` (process name -> reference), in order; the first failure ends the wait.
 
+    watched: calls that go on while their processes are well. One that fails ends the wait too, and is what counts.
     Raises: the call's own error if it is one of ours; BackendError naming the process when it died, failed otherwise,
     or when `timeout_s` passes. `logs` is the directory of <process name>.log files, whose tail is quoted.
     """
     deadline = time.monotonic() + timeout_s
     waiting = {ref: name for name, ref in calls.items()}
+    watching = {ref: name for name, ref in watched.items()}
     failed: dict[str, Exception] = {}
     while waiting:
         left = deadline - time.monotonic()
-        done, _ = ray.wait(list(waiting), timeout=max(left, 0))
+        done, _ = ray.wait([*watching, *waiting], timeout=max(left, 0))
         if not done and not failed:
             names = ", ".join(sorted(waiting.values()))
             raise BackendError(f"{what}: no answer from {names} within {timeout_s:.0f} s. See {logs or 'its log'}.")
         if not done:
             break
         for ref in done:
-            name = waiting.pop(ref)
+            name = watching.pop(ref, "") or waiting.pop(ref)
             try:
                 ray.get(ref)
             except RayError as error:
@@ -198,7 +138,8 @@ def gather(calls: Mapping[str, Any], *, what: str, timeout_s: float, logs: Path 
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                 failed[name] = error
     if failed:
-        raise _explain(failed, what=what, logs=logs)
+        first = sorted(failed.items(), key=lambda one: one[0] not in watched)
+        raise _explain(dict(first), what=what, logs=logs)
     return ray.get(list(calls.values()))
 
 

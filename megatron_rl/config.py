@@ -217,6 +217,9 @@ class TrainerConfig:
 
     world_size: int = 1
     """Megatron ranks, one process each."""
+    ranks_per_node: int | None = None
+    """Consecutive ranks that share a node, which has no others. null: as many as nodes have GPUs; without GPUs, as Ray
+    likes."""
     dtype: str = "bfloat16"
     """`bfloat16` or `float32`: parameters and activations."""
     distributed_optimizer: bool = True
@@ -234,6 +237,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         _choice("trainer.dtype", self.dtype, ("bfloat16", "float32"))
+        _at_least("trainer.ranks_per_node", self.ranks_per_node or 1, 1)
         for name in ("world_size", "tokens_per_micro_batch", "threads_per_rank"):
             _at_least(f"trainer.{name}", getattr(self, name), 1)
 
@@ -246,6 +250,9 @@ class RolloutConfig:
     """Servers; requests go to the least loaded."""
     tp: int = 1
     """Tensor parallel size of each server."""
+    ranks_per_node: int | None = None
+    """Engine ranks that share a node, which has no others; with fewer than `tp`, each server lies on several nodes.
+    null: each server on one node, or on as few as its GPUs need."""
     ep: int = 1
     """Expert parallel size of each server."""
     dp_attention: int = 1
@@ -269,6 +276,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _choice("rollout.dtype", self.dtype, ("bfloat16", "float32"))
+        _at_least("rollout.ranks_per_node", self.ranks_per_node or 1, 1)
         for name in ("engines", "tp", "ep", "dp_attention", "max_total_tokens", "max_running_requests"):
             _at_least(f"rollout.{name}", getattr(self, name), 1)
 
@@ -354,6 +362,11 @@ class ClusterConfig:
     """GPUs of each of them."""
     gpu_gb: float | None = None
     """Memory of a GPU in GB of 10^9 bytes: a layout that cannot fit is refused. null asks nobody."""
+    trainer_nodes: str | None = None
+    """Trainer ranks run only on nodes that offer this Ray resource, such as `trainer` of
+    ray start --resources='{"trainer": 1000}'; null takes any."""
+    rollout_nodes: str | None = None
+    """The same for engines."""
 
     def __post_init__(self) -> None:
         _at_least("cluster.nodes", 1 if self.nodes is None else self.nodes, 1)

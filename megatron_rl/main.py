@@ -127,7 +127,8 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
         train(config, Parts(**training, engine=replay, reward=replay, recipe=recipe, weights=replay))
     else:
         verify_every = config.weights.verify_every if config.weights.verify else 0
-        wait = partial(gather, what="Weight sync", timeout_s=config.trainer.step_timeout_s, logs=run.logs)
+        timeout_s, watched = config.trainer.step_timeout_s, fleet.watched
+        wait = partial(gather, what="Weight sync", timeout_s=timeout_s, logs=run.logs, watched=watched)
         spec = sync_spec(config, hf, trainer, fleet)
         if not spec.direct:
             metrics.status(why_streamed(config.rollout.sglang, streamed_layouts(spec), ranks=spec.readers))
@@ -184,7 +185,7 @@ def start(
 
     Returns: (trainer, fleet, scoring), None for what the mode does without.
     """
-    from megatron_rl import cluster
+    from megatron_rl import cluster, placement
     from megatron_rl.rollout.fleet import MARGIN_S, Fleet
     from megatron_rl.rollout.scorer import Scoring
     from megatron_rl.trainer.trainer import MegatronTrainer
@@ -194,22 +195,16 @@ def start(
     status("starting Ray")
     stack.callback(cluster.stop)
     cluster.start(address=config.cluster.address, cpus=config.cluster.cpus or cpus_needed(config))
-    gpus = int(cluster.has_gpus())
     trainer = fleet = scoring = None
+    place = placement.trainer_pool(config) if has_trainer else None  # first: what it needs side by side is most
     if has_engines:
         status(f"starting {engines} engine(s)" + (f" and {ranks} trainer rank(s)" if ranks else ""))
-        tp, reward = config.rollout.tp, cluster.Pool("reward", 1, cpus=1)
+        servers, reward = placement.rollout_pool(config), placement.Pool("reward", 1, cpus=1)
         scoring = Scoring(config.reward, run.model, run.samples, pool=reward, logs=run.logs)
-        fleet = Fleet(
-            config.rollout,
-            config.sampling,
-            run.model,
-            context_length=hf["max_position_embeddings"],
-            pool=cluster.Pool("rollout", engines, cpus=tp, gpus=tp * gpus),
-            logs=run.logs,
-        )
-    if has_trainer:
-        place = cluster.Pool("trainer", ranks, cpus=1, gpus=gpus)
+        context = hf["max_position_embeddings"]
+        settings = config.rollout, config.sampling, run.model
+        fleet = Fleet(*settings, context_length=context, pool=servers, logs=run.logs)
+    if place:
         trainer = MegatronTrainer(config, run.model, pool=place, logs=run.logs)
     started = [part for part in (trainer, fleet) if part]
     starting = {name: call for part in started for name, call in part.starting.items()}
@@ -244,7 +239,7 @@ def sync_spec(config: Config, hf: dict[str, Any], trainer: Any, fleet: Any) -> A
     """What trainer and engines compute their plan from. Every rank has a device of its own."""
     from megatron_rl.resharding.spec import BUCKET_BYTES, Placement, SyncSpec
 
-    ours, theirs = trainer.nodes, [node for node in fleet.nodes for _ in range(config.rollout.tp)]
+    ours, theirs = trainer.nodes, fleet.nodes
     numbers = {node: i for i, node in enumerate(dict.fromkeys((*ours, *theirs)))}
     places = [(numbers[node], device) for device, node in enumerate((*ours, *theirs))]
     return SyncSpec(

@@ -155,3 +155,32 @@ def test_the_sizes_of_a_checkpoint_are_checked_as_those_of_a_random_model(tmp_pa
 
     with pytest.raises(ConfigError, match="rollout.tp=4 does not divide.*one of 1, 2, 3, 6"):
         check(demo("model=hf", f"model.path={tmp_path}", "rollout.tp=4"))
+
+
+CLUSTER = "cluster.address=head:6379"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.ranks_per_node=3", CLUSTER], "trainer.ranks_per_node=3 does not share out 2 ranks.*one of 1, 2, or"),
+        (
+            ["rollout.tp=4", "rollout.engines=3", "rollout.ranks_per_node=3", CLUSTER],
+            "ranks_per_node=3 does not share out 12 ranks in .* groups of 4 evenly.*one of 1, 2, 4, 12, or to null",
+        ),
+        (["rollout.tp=4", "rollout.engines=3", "rollout.ranks_per_node=6", CLUSTER], "ranks_per_node=6 does not share"),
+        (["trainer.ranks_per_node=1"], "trainer.ranks_per_node=1 with cluster.address=null.*it needs 2 nodes"),
+        (["rollout.tp=2", "rollout.ranks_per_node=1"], "rollout.ranks_per_node=1 with cluster.address=null.*2 nodes"),
+        (["cluster.trainer_nodes=big"], "cluster.trainer_nodes=big with cluster.address=null.*no node offers it"),
+        (["cluster.rollout_nodes=big"], "cluster.rollout_nodes=big with cluster.address=null.*no node offers it"),
+    ],
+)
+def test_ranks_that_cannot_be_shared_out_over_nodes_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(demo(*overrides))
+
+
+def test_an_engine_may_lie_on_several_nodes_of_a_cluster() -> None:
+    check(demo("rollout.tp=4", "rollout.engines=2", "rollout.ranks_per_node=2", "trainer.ranks_per_node=1", CLUSTER))
+    check(demo("trainer.ranks_per_node=2"))  # all on one node, as anywhere
+    check(demo("mode=sft", "sft.steps=0", "rollout.ranks_per_node=5"))  # nobody is there to be placed

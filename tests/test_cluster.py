@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from megatron_rl import cluster
+from megatron_rl import cluster, placement
 from megatron_rl.errors import BackendError, ConfigError
 
 pytestmark = pytest.mark.live
@@ -34,9 +34,9 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[cluster.Pool]:
+def pool() -> Iterator[placement.Pool]:
     cluster.start(address=None, cpus=2)
-    yield cluster.Pool("trainer", 2, cpus=1)
+    yield placement.Pool("trainer", 2, cpus=1)
     cluster.stop()
 
 
@@ -45,7 +45,7 @@ def test_an_address_that_ray_does_not_understand_is_refused_with_the_mend() -> N
         cluster.start(address="here", cpus=1)
 
 
-def call(pool: cluster.Pool, logs: Path, orders: list[str], *, timeout_s: float = 30.0) -> list[str]:
+def call(pool: placement.Pool, logs: Path, orders: list[str], *, timeout_s: float = 30.0) -> list[str]:
     actors = [pool.spawn(Process, index=i, log=logs / f"trainer-{i}.log") for i in range(len(orders))]
     calls = {f"trainer-{i}": a.do.remote(order) for i, (a, order) in enumerate(zip(actors, orders, strict=True))}
     try:
@@ -55,22 +55,22 @@ def call(pool: cluster.Pool, logs: Path, orders: list[str], *, timeout_s: float 
             ray.kill(actor)
 
 
-def test_results_come_in_order_and_output_goes_to_the_log(pool: cluster.Pool, tmp_path: Path) -> None:
+def test_results_come_in_order_and_output_goes_to_the_log(pool: placement.Pool, tmp_path: Path) -> None:
     assert call(pool, tmp_path, ["a", "b"]) == ["a", "b"]
     assert (tmp_path / "trainer-1.log").read_text() == "hello from the constructor\n"
 
 
-def test_a_dead_process_is_named_while_others_wait(pool: cluster.Pool, tmp_path: Path) -> None:
+def test_a_dead_process_is_named_while_others_wait(pool: placement.Pool, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"(?s)Step 3: trainer-1 died.*hello from the constructor.*Resume"):
         call(pool, tmp_path, ["sleep", "die"])
 
 
-def test_an_error_of_ours_arrives_as_itself(pool: cluster.Pool, tmp_path: Path) -> None:
+def test_an_error_of_ours_arrives_as_itself(pool: placement.Pool, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tp=3 is impossible. Set tp to 2."):
         call(pool, tmp_path, ["a", "ours"])
 
 
-def test_no_answer_in_time_names_who_is_missing(pool: cluster.Pool, tmp_path: Path) -> None:
+def test_no_answer_in_time_names_who_is_missing(pool: placement.Pool, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="no answer from trainer-0 within 5 s"):
         call(pool, tmp_path, ["sleep", "b"], timeout_s=5.0)
 
@@ -83,7 +83,7 @@ def test_no_answer_in_time_names_who_is_missing(pool: cluster.Pool, tmp_path: Pa
     ],
 )
 def test_a_constructor_that_raises_is_told_apart_from_a_death(
-    pool: cluster.Pool, tmp_path: Path, fault: str, kind: type, message: str
+    pool: placement.Pool, tmp_path: Path, fault: str, kind: type, message: str
 ) -> None:
     actor = pool.spawn(Process, fault, index=0, log=tmp_path / "trainer-0.log")
 
@@ -91,6 +91,6 @@ def test_a_constructor_that_raises_is_told_apart_from_a_death(
         cluster.gather({"trainer-0": actor.do.remote("a")}, what="Starting", timeout_s=30.0, logs=tmp_path)
 
 
-def test_what_the_cluster_does_not_have_is_refused_with_what_it_has(pool: cluster.Pool) -> None:
+def test_what_the_cluster_does_not_have_is_refused_with_what_it_has(pool: placement.Pool) -> None:
     with pytest.raises(BackendError, match=r"rollout needs 3 x .*CPU.*Nodes: .*: 2 CPU, 0 GPU"):
-        cluster.Pool("rollout", 3, cpus=4, timeout_s=1.0)
+        placement.Pool("rollout", 3, cpus=4, timeout_s=1.0)

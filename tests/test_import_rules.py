@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "megatron_rl"
 ONLY_IN = {
-    "ray": {"cluster", "trainer", "rollout"},
+    "ray": {"cluster", "placement", "trainer", "rollout"},
     "megatron": {"trainer"},
     "sglang": {"rollout"},
     "hydra": {"config", "sweeps"},
@@ -29,10 +29,13 @@ OF_OURS = {  # package -> the packages of ours it may import
     "data": {"errors", "types", "config"},
     "rewards": {"errors", "types", "config"},
     "cluster": {"errors"},
+    "placement": {"errors", "config"},
+    "nodes": {"config"},
     "checkpoint": {"errors", "protocols"},
     "checks": {
         "errors",
         "config",
+        "nodes",
         "formats",
         "layouts",
         "models",
@@ -54,9 +57,12 @@ OF_OURS = {  # package -> the packages of ours it may import
     },
     "trainer": {
         *("errors", "types", "config", "checks", "megatron_options"),
-        *("algorithms", "formats", "layouts", "models", "resharding", "cluster"),
+        *("algorithms", "formats", "layouts", "models", "resharding", "cluster", "placement"),
     },
-    "rollout": {"errors", "types", "config", "rewards", "formats", "layouts", "models", "resharding", "cluster"},
+    "rollout": {
+        *("errors", "types", "config", "rewards", "formats", "layouts", "models", "resharding", "cluster"),
+        "placement",
+    },
 }
 
 

@@ -26,7 +26,7 @@ import ray
 import torch
 from gather_everything import GatheringTrainer
 
-from megatron_rl import cluster
+from megatron_rl import cluster, placement
 from megatron_rl.checks import topology_of
 from megatron_rl.config import load_config
 from megatron_rl.layouts.sglang_topology import SglangTopology
@@ -104,7 +104,7 @@ def measure(directory: Path, model: dict[str, Any], layout: str, *, rounds: int,
     with ExitStack() as stack:
         stack.callback(cluster.stop)
         cluster.start(address=None, cpus=ranks)
-        pool = cluster.Pool("trainer", ranks, cpus=1)
+        pool = placement.Pool("trainer", ranks, cpus=1)
         trainer = GatheringTrainer(config, path, pool=pool, logs=directory)
         options = {"tp": ENGINE_TP, "dtype": "bfloat16", "max_total_tokens": 2048}
         server = Server(ServerSettings("engine", str(path), str(directory / f"{layout}.log"), "cpu", **options))

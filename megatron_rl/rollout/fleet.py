@@ -7,10 +7,11 @@ from typing import Any
 
 import ray
 
-from megatron_rl.cluster import Pool, gather
+from megatron_rl.cluster import gather
 from megatron_rl.config import RolloutConfig, SamplingConfig
 from megatron_rl.errors import BackendError, DataError
 from megatron_rl.formats.torch_dist import is_torch_dist
+from megatron_rl.placement import Pool
 from megatron_rl.resharding.spec import Push, SyncSpec
 from megatron_rl.rollout.options import ServerSettings
 from megatron_rl.rollout.server import Answers, Request, Server
@@ -20,8 +21,8 @@ MARGIN_S = 60.0
 """What an actor gets beyond its server's own deadline, so that the server's error text arrives first."""
 CONTROL_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 30.0
-CONCURRENT_CALLS = 4
-"""On one server: a request, beside whatever must interrupt it."""
+CONCURRENT_CALLS = 5
+"""On one server: a request, beside its watch and whatever must interrupt it."""
 
 
 class Fleet:
@@ -37,34 +38,43 @@ class Fleet:
         pool: Pool,
         logs: Path,
     ):
-        """Start `rollout.engines` servers in `pool`; `ready` waits for them.
+        """Start `rollout.engines` servers in `pool`, which has a place for each, or for each part; `ready` waits.
 
         `context_length` is the model's max_position_embeddings. Server i logs to `logs`/engine-i.log, its actor to
-        `logs`/engine-i.actor.log.
+        `logs`/engine-i.actor.log; its part j on another node to `logs`/engine-i-part-j.log.
         """
         self._rollout, self._sampling, self._logs = rollout, sampling, logs
         self._context_length = min(context_length, rollout.max_total_tokens)
         self._version = 0
-        self.nodes = pool.nodes()
-        """Of each engine."""
-        self.device = "cuda" if pool.bundle.get("GPU") else "cpu"
-        self._servers = {
-            name: pool.spawn(
-                Server,
-                _settings(rollout, name, model_directory, device=self.device, logs=logs),
-                index=i,
-                log=logs / f"{name}.actor.log",
-                concurrency=CONCURRENT_CALLS,
-            )
-            for i, name in enumerate(f"engine-{i}" for i in range(rollout.engines))
-        }
-        self.starting = {name: server.start.remote() for name, server in self._servers.items()}
+        places = pool.nodes()
+        parts = len(places) // rollout.engines
+        self.nodes = [node for node in places for _ in range(rollout.tp // parts)]
+        """Of each rank, engine after engine."""
+        self.device = "cuda" if pool.gpus else "cpu"
+        self._processes: dict[str, Any] = {}
+        """Of every part of every engine."""
+        self._servers: dict[str, Any] = {}
+        """Those that answer requests."""
+        self.starting: dict[str, Any] = {}
         """What each process's start will answer, by its name."""
+        for i in range(len(places)):
+            settings = _settings(rollout, model_directory, device=self.device, logs=logs, place=i, parts=parts)
+            log = logs / f"{settings.name}.actor.log"
+            actor = pool.spawn(Server, settings, index=i, log=log, concurrency=CONCURRENT_CALLS)
+            self._processes[settings.name] = actor
+            if settings.part == 0:
+                self._servers[settings.name] = actor
+                meeting = actor.meeting.remote() if parts > 1 else None
+            self.starting[settings.name] = actor.start.remote(meeting)
+        self.watched: dict[str, Any] = {}
+        """Calls that fail when a part of an engine ends: the others would wait for it."""
 
     def ready(self) -> None:
         """Wait until every server is healthy. Raises: BackendError with the server's own error text."""
         start_s = self._rollout.start_timeout_s + MARGIN_S
         gather(self.starting, what="Starting the engines", timeout_s=start_s, logs=self._logs)
+        if self._processes.keys() != self._servers.keys():
+            self.watched = {name: process.watch.remote() for name, process in self._processes.items()}
 
     def generate(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, seed: int) -> list[Sample]:
         """Sample answers; group i holds `samples_per_prompt` samples of prompts[i], in order.
@@ -110,10 +120,10 @@ class Fleet:
 
     def stop(self) -> None:
         """End every server and its actor, also where some have died."""
-        calls = [server.stop.remote() for server in self._servers.values()]
+        calls = [process.stop.remote() for process in self._processes.values()]
         ray.wait(calls, num_returns=len(calls), timeout=STOP_TIMEOUT_S)
-        for server in self._servers.values():
-            ray.kill(server)
+        for process in self._processes.values():
+            ray.kill(process)
 
     def _check_length(self, prompt: Prompt) -> None:
         length, limit = len(prompt.tokens), self._context_length
@@ -148,14 +158,15 @@ class Fleet:
 
     def _next(self, running: dict[Any, tuple[str, list[int], Any]]) -> tuple[str, list[int], Any, Answers]:
         limit_s = self._rollout.request_timeout_s
-        done, _ = ray.wait(list(running), num_returns=1, timeout=limit_s + MARGIN_S)
+        done, _ = ray.wait([*running, *self.watched.values()], num_returns=1, timeout=limit_s + MARGIN_S)
         if not done:
             names = ", ".join(sorted({name for name, _, _ in running.values()}))
             raise BackendError(
                 f"Generating: no answer from {names} within rollout.request_timeout_s={limit_s:.0f}. See {self._logs}."
             )
-        name, share, rollouts = running.pop(done[0])
-        (answers,) = gather({name: done[0]}, what="Generating", timeout_s=MARGIN_S, logs=self._logs)
+        answered = done[0] if done[0] in running else next(iter(running))
+        name, share, rollouts = running.pop(answered)
+        (answers,) = self._gather({name: answered}, what="Generating", timeout_s=MARGIN_S)
         return name, share, rollouts, answers
 
     def _check_versions(self, name: str, answers: Answers) -> None:
@@ -168,7 +179,10 @@ class Fleet:
 
     def _call(self, method: str, *args: Any, what: str) -> list[Any]:
         calls = {name: getattr(server, method).remote(*args) for name, server in self._servers.items()}
-        return gather(calls, what=what, timeout_s=CONTROL_TIMEOUT_S, logs=self._logs)
+        return self._gather(calls, what=what, timeout_s=CONTROL_TIMEOUT_S)
+
+    def _gather(self, calls: dict[str, Any], *, what: str, timeout_s: float) -> list[Any]:
+        return gather(calls, what=what, timeout_s=timeout_s, logs=self._logs, watched=self.watched)
 
 
 def sample_seed(seed: int, group: int, index: int) -> int:
@@ -177,9 +191,15 @@ def sample_seed(seed: int, group: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _settings(rollout: RolloutConfig, name: str, model_directory: Path, *, device: str, logs: Path) -> ServerSettings:
+def _settings(
+    rollout: RolloutConfig, model_directory: Path, *, device: str, logs: Path, place: int, parts: int
+) -> ServerSettings:
+    engine, part = divmod(place, parts)
+    name = f"engine-{engine}" + (f"-part-{part}" if part else "")
     return ServerSettings(
         name=name,
+        nodes=parts,
+        part=part,
         model_path=str(model_directory),
         log_path=str(logs / f"{name}.log"),
         device=device,

@@ -4,6 +4,7 @@ import ast
 import difflib
 import importlib.util
 import json
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
@@ -28,9 +29,11 @@ SET_ELSEWHERE = {
     "dtype": "rollout.dtype",
     "max_total_tokens": "rollout.max_total_tokens",
     "max_running_requests": "rollout.max_running_requests",
+    "nnodes": "rollout.ranks_per_node",
 }
 OURS = (
-    *("host", "port", "custom_weight_loader", "weight_version", "skip_tokenizer_init", "device"),
+    *("host", "port", "node_rank", "dist_init_addr"),
+    *("custom_weight_loader", "weight_version", "skip_tokenizer_init", "device"),
     *("disable_shared_experts_fusion", "enforce_shared_experts_fusion"),
 )
 """Set by `command` for every server; another value would break it."""
@@ -93,8 +96,17 @@ class ServerSettings:
     request_timeout_s: float = 1800.0
     port: int | None = None
     """None takes a free one."""
+    nodes: int = 1
+    """That the ranks lie on, as many on each. Every node runs a part of the server."""
+    part: int = 0
+    """Which part this is; the first answers requests."""
     sglang: Mapping[str, Any] = field(default_factory=dict)
     """The user's own options."""
+
+    @property
+    def title(self) -> str:
+        """The name in errors: with this node's, where other nodes run other parts."""
+        return f"{self.name} on {socket.gethostname()}" if self.nodes > 1 else self.name
 
 
 def check_sglang_options(options: Mapping[str, Any], *, direct: Iterable[str] = ()) -> None:
@@ -158,11 +170,11 @@ def _option_names() -> tuple[str, ...]:
     raise BackendError(f"{path} does not list SGLang's options: another version than the pinned one is installed.")
 
 
-def command(settings: ServerSettings, *, port: int) -> list[str]:
-    """Arguments of sglang.launch_server."""
+def command(settings: ServerSettings, *, port: int, meeting: str | None = None) -> list[str]:
+    """Arguments of sglang.launch_server. `meeting`: host:port where the parts of one server find each other."""
     flags: dict[str, Any] = {
         "model-path": settings.model_path,
-        "host": "127.0.0.1",
+        "host": "127.0.0.1",  # requests come from the server's own actor
         "port": port,
         "tp-size": settings.tp,
         "ep-size": settings.ep,
@@ -181,6 +193,8 @@ def command(settings: ServerSettings, *, port: int) -> list[str]:
         "log-level": "info",
         "log-level-http": "warning",
     }
+    if settings.nodes > 1:
+        flags |= {"nnodes": settings.nodes, "node-rank": settings.part, "dist-init-addr": meeting}
     # Left to itself, SGLang may take kernels that want up before gate, in tensors of the same shapes.
     flags |= CPU_FLAGS if settings.device == "cpu" else {"moe-runner-backend": "triton"}
     flags |= {key.replace("_", "-"): value for key, value in settings.sglang.items()}

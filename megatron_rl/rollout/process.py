@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -22,12 +23,15 @@ from megatron_rl.rollout.sglang_cpu.settings import STUBS, cpu_environment
 
 PLUGIN_SITE = Path(__file__).parent / "plugin_site"
 POLL_S = 0.1
-TEMPORARY = "megatron-rl-engine-"
-"""Of the server's TMPDIR, followed by the owner's pid."""
+TEMPORARY = f"megatron-rl-engine-{os.stat('/proc/self/ns/pid').st_ino}-"
+"""Of the server's TMPDIR, followed by the owner's pid, which names no other process where pids are counted together:
+containers may share /tmp and not that."""
 EXIT_S = 2.0
 """From the broken connection of a dying server to its exit code."""
 START_ATTEMPTS = 3
-"""A free port may be taken by another process before the server binds it."""
+"""A free port may be taken by another process before the server binds it. Parts of a server start together or not."""
+PORTS = 12_000
+"""Just below those that the system hands out: among so many, two servers hardly look at the same one."""
 LOG_TAIL_LINES = 15
 _ERROR_LINE = re.compile(
     r"^(?:\[[^\]]*\] )?(?:.*: )?((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit): .+|ERROR: .+"
@@ -40,8 +44,8 @@ _NO_PLUGIN = re.compile(r"Failed to (?:load|execute) (?:general )?plugin:? megat
 class ServerProcess:
     """A server in a process group of its own, which ends with this process, even when this process is killed."""
 
-    def __init__(self, settings: ServerSettings):
-        """Start it and wait until it is healthy.
+    def __init__(self, settings: ServerSettings, meeting: str | None = None):
+        """Start it and wait until it is healthy. `meeting`: host:port where its parts find each other.
 
         Raises: BackendError with the server's own error text when it ends, or is not healthy in time.
         """
@@ -52,8 +56,11 @@ class ServerProcess:
         self._temporary = tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-")
         self._exit_code: int | None = None
         self._ended = threading.Event()
-        for attempt in range(1, START_ATTEMPTS + 1):
-            port = settings.port or _free_port()
+        self._is_stopped = False
+        self._meeting = meeting
+        attempts = START_ATTEMPTS if settings.port is None and settings.nodes == 1 else 1
+        for attempt in range(1, attempts + 1):
+            port = settings.port or free_ports("127.0.0.1")
             self.url = f"http://127.0.0.1:{port}"
             try:
                 self._start(port)
@@ -62,7 +69,7 @@ class ServerProcess:
             except BackendError:
                 self.stop()
                 taken = _PORT_TAKEN.search(self._log())
-                if not taken or settings.port is not None or attempt == START_ATTEMPTS:
+                if not taken or attempt == attempts:
                     raise
             except BaseException:  # an interrupt, or a log file that cannot be opened
                 self.stop()
@@ -72,9 +79,10 @@ class ServerProcess:
         """The process dies with the thread that starts it (PR_SET_PDEATHSIG), so that thread waits for its end."""
         environment = self._environment()
         arguments = [sys.executable, "-m", "megatron_rl.rollout.launch", str(os.getpid())]
-        arguments += command(self.settings, port=port)
+        arguments += command(self.settings, port=port, meeting=self._meeting)
         started = threading.Event()
         self._ended.clear()
+        self._is_stopped = False
 
         log = open(self.settings.log_path, "wb")  # noqa: SIM115 # closed by the thread, which has no one to raise to
 
@@ -123,7 +131,7 @@ class ServerProcess:
         while time.monotonic() < deadline:
             # Without its port a server does not end, and whoever has the port may answer in its place.
             if self._ended.is_set() or _PORT_TAKEN.search(self._log()):
-                raise BackendError(f"{self.settings.name} did not start: {self.error_text()}")
+                raise BackendError(f"{self.settings.title} did not start: {self.error_text()}")
             with contextlib.suppress(requests.RequestException):
                 if http.get(f"{self.url}/health", timeout=2).status_code == requests.codes.ok:
                     break
@@ -131,17 +139,19 @@ class ServerProcess:
         else:
             limit = self.settings.start_timeout_s
             raise BackendError(
-                f"{self.settings.name} was not healthy within rollout.start_timeout_s={limit:.0f}: {self.error_text()} "
-                "Raise the timeout if it was still loading."
+                f"{self.settings.title} was not healthy within rollout.start_timeout_s={limit:.0f}: "
+                f"{self.error_text()} Raise the timeout if it was still loading."
             )
         if _NO_PLUGIN.search(self._log()):
             raise BackendError(
                 f"{self.settings.name} runs without megatron_rl's plugin, so it takes no weights: {self.error_text()}"
             )
 
-    def is_running(self) -> bool:
-        """Whether the server process lives."""
-        return self.pid > 0 and not self._ended.is_set()
+    def watch(self) -> None:
+        """Until it is stopped. Raises: BackendError with the server's own error text when it ends before."""
+        self._ended.wait()
+        if not self._is_stopped:
+            raise BackendError(f"{self.settings.title} ended: {self.error_text()} Resume with the same command.")
 
     def _log(self) -> str:
         path = Path(self.settings.log_path)
@@ -159,6 +169,7 @@ class ServerProcess:
         Killed, not asked: SGLang's own way out kills Python's resource tracker too, which then leaves shared memory
         behind. Its children follow the first process, and the tracker, the last, frees what they had.
         """
+        self._is_stopped = True
         if self.pid:
             with contextlib.suppress(ProcessLookupError):  # it may end by itself just now
                 if not self._ended.is_set():
@@ -184,7 +195,13 @@ def _remove_leftovers() -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def free_ports(host: str, *, count: int = 1) -> int:
+    """The first of `count` ports in a row on which nobody listens at `host`."""
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        # Of the system's own, any connection may get one while the server still starts.
+        first = random.SystemRandom().randrange(max(end - PORTS, 1024), max(end, 1024 + PORTS)) - count
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind((host, port))
+            return first

@@ -15,15 +15,18 @@ import numpy as np
 import requests
 
 from megatron_rl.errors import BackendError, SyncError
+from megatron_rl.placement import own_address
 from megatron_rl.resharding.spec import LoadReport, Push, SyncSpec
 from megatron_rl.rollout.options import LOADER, ServerSettings
-from megatron_rl.rollout.process import ServerProcess
+from megatron_rl.rollout.process import ServerProcess, free_ports
 from megatron_rl.types import Rollouts
 
 logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 600.0
 """Until the server has answered a pause or a weight update."""
+MEETING_PORTS = 8
+"""In a row: with data-parallel attention the parts of a server use those behind the first, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Answers:
 
 
 class Server:
-    """Owns one server process."""
+    """Owns one server process: a whole server, or the part of one on this node."""
 
     def __init__(self, settings: ServerSettings):
         self.settings = settings
@@ -64,9 +67,19 @@ class Server:
         self._broken: str | None = None
         """Why the weights are neither one version nor the next."""
 
-    def start(self) -> None:
+    def meeting(self) -> str:
+        """host:port where the parts of this server can find each other; for the first part."""
+        host = own_address()
+        return f"{host}:{free_ports(host, count=MEETING_PORTS)}"
+
+    def start(self, meeting: str | None = None) -> None:
         """Start the process and wait until it is healthy. Raises: BackendError with the server's own error text."""
-        self._process = ServerProcess(self.settings)
+        self._process = ServerProcess(self.settings, meeting)
+
+    def watch(self) -> None:
+        """Until `stop`. Raises: BackendError with the server's own error text when the process ends before."""
+        if self._process is not None:
+            self._process.watch()
 
     def pid(self) -> int:
         """Of the server's first process, whose number is also its process group's."""
@@ -87,7 +100,7 @@ class Server:
         """
         if self._broken is not None:
             raise SyncError(
-                f"{self.settings.name} may hold a mixture of weights: {self._broken} Push a version before generating."
+                f"{self.settings.title} may hold a mixture of weights: {self._broken} Push a version before generating."
             )
         prompts = [list(p) for p in request.prompts for _ in range(request.samples_per_prompt)]
         common = {"max_new_tokens": request.max_tokens, "temperature": request.temperature}
@@ -137,7 +150,7 @@ class Server:
             self._post("/end_weight_update", {})
         except BackendError as error:
             self._broken = str(error)
-            raise SyncError(f"{self.settings.name} did not take the weights: {error}") from error
+            raise SyncError(f"{self.settings.title} did not take the weights: {error}") from error
         self._loading, self._spec = False, spec
         return [LoadReport(**r) for r in reports]
 
@@ -163,18 +176,18 @@ class Server:
             response = self._http.post(self._process.url + path, json=body, timeout=timeout_s)
         except requests.Timeout as error:
             raise BackendError(
-                f"{self.settings.name} did not answer {path} within {timeout_s:.0f} s: {self._process.error_text()} "
+                f"{self.settings.title} did not answer {path} within {timeout_s:.0f} s: {self._process.error_text()} "
                 "Raise rollout.request_timeout_s if it was still at work."
             ) from error
         except requests.RequestException as error:
             raise BackendError(
-                f"{self.settings.name} ended during {path}: {self._process.error_text()} Resume with the same command."
+                f"{self.settings.title} ended during {path}: {self._process.error_text()} Resume with the same command."
             ) from error
         is_json = response.headers.get("content-type", "").startswith("application/json")
         answer = response.json() if is_json else response.text
         if response.status_code != requests.codes.ok:
             text = answer.get("message") or answer.get("error") if isinstance(answer, dict) else answer
-            raise BackendError(f"{self.settings.name} refused {path} ({response.status_code}): {text}")
+            raise BackendError(f"{self.settings.title} refused {path} ({response.status_code}): {text}")
         return answer
 
 

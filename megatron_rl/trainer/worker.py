@@ -6,13 +6,13 @@ A plain class; `trainer.MegatronTrainer` runs one in each actor. Unless said oth
 import json
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -28,6 +28,7 @@ from megatron_rl.formats import hf_files
 from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.layouts.compile import hf_layouts, megatron_layouts, megatron_ranks
 from megatron_rl.models import load_architecture, load_table
+from megatron_rl.placement import own_address
 from megatron_rl.resharding.plan import make_plan
 from megatron_rl.resharding.sender import Sender
 from megatron_rl.resharding.spec import Push, SendReport, SyncSpec
@@ -55,11 +56,15 @@ class Worker:
 
     def address(self) -> str:
         """`tcp://host:port` where the ranks can meet; for rank 0, which listens there from now on."""
-        host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-        # Held until the ranks meet: a port that is only looked up may be another process's by then. `multi_tenant` lets
-        # init_process_group find this listener in place of starting its own.
-        self.meeting = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)  # type: ignore[attr-defined]
-        return f"tcp://{host}:{self.meeting.port}"
+        # Held until the ranks meet: a port that is only looked up may be another process's by then. The listener is
+        # ours because torch's would be open to every network; `multi_tenant` lets init_process_group find the store in
+        # place of starting its own.
+        listener = socket.create_server((own_address(), 0), backlog=self.topology.world_size)
+        host, port = listener.getsockname()
+        self.meeting = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+        )
+        return f"tcp://{host}:{port}"
 
     def build(self, address: str) -> int:
         """Meet the other ranks at `address`, build the model, read its weights. Returns: this data-parallel rank.

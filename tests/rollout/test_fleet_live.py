@@ -14,7 +14,7 @@ import pytest
 import ray
 from safetensors.torch import load_file
 
-from megatron_rl import cluster
+from megatron_rl import cluster, placement
 from megatron_rl.config import RewardConfig, RolloutConfig, SamplingConfig
 from megatron_rl.errors import BackendError, DataError, SyncError
 from megatron_rl.layouts.megatron_topology import MegatronTopology
@@ -53,7 +53,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
         rollout = RolloutConfig(
             engines=ENGINES, dtype="float32", max_running_requests=8, start_timeout_s=START_TIMEOUT_S
         )
-        pools = [cluster.Pool("rollout", ENGINES, cpus=1), cluster.Pool("scorer", 1, cpus=1)]
+        pools = [placement.Pool("rollout", ENGINES, cpus=1), placement.Pool("scorer", 1, cpus=1)]
         sampling = SamplingConfig(max_tokens=8)
         fleet = Fleet(rollout, sampling, path, context_length=1024, pool=pools[0], logs=directory)
         fleet.ready()

@@ -13,7 +13,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl import cluster
+from megatron_rl import cluster, placement
 from megatron_rl.errors import BackendError, DataError
 from megatron_rl.trainer.trainer import MegatronTrainer
 from megatron_rl.trainer.worker import Worker
@@ -27,9 +27,9 @@ SCHEDULE = ((((0, 1),), ((2, 3),)),)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[cluster.Pool]:
+def pool() -> Iterator[placement.Pool]:
     cluster.start(address=None, cpus=2)
-    yield cluster.Pool("trainer", 2, cpus=1)
+    yield placement.Pool("trainer", 2, cpus=1)
     cluster.stop()
 
 

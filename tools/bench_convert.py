@@ -31,7 +31,7 @@ from megatron_rl.layouts.compile import hf_layouts  # noqa: E402
 from megatron_rl.models import load_table  # noqa: E402
 
 CONVERT = [sys.executable, str(ROOT / "tools" / "convert")]
-SAMPLE_S = 0.05
+SAMPLE_S = 0.25
 MAX_PEAK_BYTES, MIN_SPEED = 2e9, 0.5
 BLOCK_BYTES = 16 << 20
 

@@ -82,6 +82,7 @@ def run(settings: dict[str, Any], logs: Path) -> dict[str, list[float]]:
     cluster.start(address=None, cpus=ranks)
     try:
         trainer = BenchTrainer(config, model, pool=placement.Pool("trainer", ranks, cpus=1), logs=logs)
+        trainer.ready()
         trainer.begin("rl")
         batch = trainer.logprobs(make_step(config, model))
         trainer.prepare(batch)

@@ -50,6 +50,8 @@ def start(*, address: str | None, cpus: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray would start workers at 15, and what they start with them: the work itself, behind everything else.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # torch takes large tensors in huge pages, which copies read faster. Ray's processes inherit it.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Ray would print its own account of a dead process over the progress display, beside ours.
     ray._private.worker._worker_logs_enabled = False
     # A thread that still waits when `stop` has ended Ray would start another, and wait in it.

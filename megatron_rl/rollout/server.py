@@ -137,7 +137,7 @@ class Server:
         update = {
             "serialized_named_tensors": [serialized] * self.settings.tp,
             "load_format": LOADER,
-            "flush_cache": False,
+            "flush_cache": True,  # what the old weights computed
         }
         self._broken, self._spec = "an update did not finish.", None
         try:
@@ -155,9 +155,8 @@ class Server:
         return [LoadReport(**r) for r in reports]
 
     def commit(self, version: int) -> None:
-        """Give the loaded weights their version, forget what the old ones cached, and generate again."""
+        """Give the loaded weights their version, and generate again."""
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self._post("/flush_cache", None)
         self._broken = None
         self._post("/continue_generation", {})
 

@@ -29,5 +29,6 @@ def cpu_environment(tp: int) -> dict[str, str]:
         # By default SGLang wants one NUMA node a rank. Nothing is pinned without its AMX kernels.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(tp)),
         "OMP_NUM_THREADS": "1",
+        "THP_MEM_ALLOC_ENABLE": "1",  # torch takes large tensors in huge pages, which copies fill a fifth faster
         "CUDA_VISIBLE_DEVICES": "",
     }

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 from megatron_rl.config import load_config
@@ -40,7 +41,11 @@ def test_its_command_lines_are_accepted() -> None:
 
     assert len(commands) >= 1
     for command in commands:
-        load_config(command.replace("\\\n", " ").split())
+        words = shlex.split(command.replace("\\\n", " "))
+        if "-m" in words:
+            assert run_sweep([*words, "--dry-run"], read=load_config) == 0
+        else:
+            load_config(words)
 
 
 def test_the_plan_it_shows_is_the_one_that_is_printed(tmp_path: Path) -> None:

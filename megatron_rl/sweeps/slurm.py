@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import BackendError, ConfigError
+from megatron_rl.run_directory import read_ending
 from megatron_rl.sweeps.points import COMPLETED, ENDED, MISSING, SUBMITTING, Point, as_ended, begin
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,9 @@ def look(points: Sequence[Point]) -> list[Point]:
     """`points`, active when last looked at, as they are now. Raises: BackendError when Slurm does not answer."""
     if not points:
         return []
-    listed = _call(["squeue", "--noheader", "--me", "--states=all", "--format=%A|%T|%M|%r|%k"], what="No squeue")
+    owner = points[0].path.stat().st_uid  # not who looks
+    command = ["squeue", "--noheader", f"--user={owner}", "--states=all", "--format=%A|%T|%M|%r|%k"]
+    listed = _call(command, what="Slurm does not say how the jobs are")
     rows = [_Row(*line.strip().split("|", 4)) for line in listed.splitlines() if line.count("|") >= 4]
     return [_look(point, rows) for point in points]
 
@@ -135,8 +138,8 @@ def _look(point: Point, rows: Sequence[_Row]) -> Point:
     now = replace(point, job=row.job, state=row.state, note="", seconds=_seconds(row.used))
     if row.state == "PENDING" and row.reason != "None":
         return replace(now, note=row.reason)
-    if row.state in ENDED and row.state != COMPLETED:
-        return replace(now, note=as_ended(point).note)
+    if row.state in ENDED and row.state != COMPLETED and (ending := read_ending(point.path)):
+        return replace(now, note=ending.error)
     return now
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_rl.config import load_config
 from megatron_rl.models import FAMILIES
 from megatron_rl.run_plan import describe, plan_run
+from megatron_rl.sweeps.command import run_sweep
 from tests.tiny import PUBLISHED
 
 ROOT = Path(__file__).parents[1]

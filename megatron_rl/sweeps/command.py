@@ -22,7 +22,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.launcher import Launcher
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
@@ -37,11 +36,15 @@ FLAGS = ("-m", "--multirun", "--dry-run")
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 _SWEEP_DIR = "hydra.sweep.dir="
 _OF_HYDRA = ("hydra/launcher=", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.", _SWEEP_DIR)
-_LAUNCHERS = {"local": "LocalLauncher", "slurm_grpo": "SlurmLauncher"}
-_MODULE = "hydra_plugins.megatron_rl_launchers"
-_PLUGINS = Path(__file__).parent / "plugin_site"
-_OPTUNA = Path(__file__).parents[2] / "build" / "optuna"
-"""Where `make optuna` puts it, in a clone."""
+_LAUNCHERS = ("local", "slurm_grpo")
+_OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper"
+_PLUGINS = (
+    "hydra_plugins.megatron_rl_launchers.LocalLauncher",
+    "hydra_plugins.megatron_rl_launchers.SlurmLauncher",
+    f"{_OPTUNA}.OptunaSweeper",
+)
+_SITES = (Path(__file__).parent / "plugin_site", Path(__file__).parents[2] / "build" / "optuna")
+"""Where they lie; the latter is where `make optuna` puts it, in a clone."""
 
 
 def run_sweep(arguments: Sequence[str], read: Callable[[Sequence[str]], Config]) -> int:
@@ -89,14 +92,21 @@ def run_sweep(arguments: Sequence[str], read: Callable[[Sequence[str]], Config])
 
 def _show_plugins() -> None:
     """Let Hydra find our launchers, and Optuna's sweeper where it is installed."""
-    for path in (_PLUGINS, _OPTUNA):
+    for path in _SITES:
         if path.is_dir() and str(path) not in sys.path:
             sys.path.append(str(path))
     plugins = Plugins.instance()
-    if not any(plugin.__module__ == _MODULE for plugin in plugins.discover(Launcher)):  # it had looked before
-        module = importlib.import_module(_MODULE)
-        for name in _LAUNCHERS.values():
-            plugins.register(getattr(module, name))
+    for plugin in _PLUGINS:  # it finds them itself, unless it had looked around before
+        package, _, name = plugin.rpartition(".")
+        if _installed(package):
+            plugins.register(getattr(importlib.import_module(package), name))
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package
+        return False
 
 
 def _overrides(given: Sequence[str]) -> list[str]:
@@ -117,7 +127,7 @@ def _overrides(given: Sequence[str]) -> list[str]:
     if not any(o.startswith("hydra/launcher=") for o in taken):
         taken.append("hydra/launcher=local")
     if "hydra/sweeper=optuna" in taken:
-        if importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
+        if not _installed(_OPTUNA):
             raise ConfigError("hydra/sweeper=optuna: hydra-optuna-sweeper is not installed. In a clone: make optuna")
         if not any(o.startswith("hydra.sweeper.direction=") for o in taken):
             taken.append("hydra.sweeper.direction=maximize")  # Optuna's own is down, and rewards go up

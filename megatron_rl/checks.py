@@ -12,7 +12,7 @@ from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.layouts.table import Table
 from megatron_rl.megatron_options import set_elsewhere, wrong_options
-from megatron_rl.memory import too_large, uses, wrong_cluster
+from megatron_rl.memory import too_large, uses
 from megatron_rl.models import load_architecture, load_table
 from megatron_rl.nodes import wrong_nodes
 from megatron_rl.rewards import REWARDS
@@ -226,7 +226,6 @@ def _model(config: Config) -> Iterator[str]:
         except LayoutError as error:
             yield str(error)
             engine = None
-    yield from wrong_cluster(config.cluster, *gpus)
     if config.cluster.gpu_gb is not None and (trainer or engine):
         found = uses(config, table, architecture.megatron, trainer=trainer, engine=engine)
         yield from too_large(found, config.cluster.gpu_gb)

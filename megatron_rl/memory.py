@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from megatron_rl.config import ClusterConfig, Config
+from megatron_rl.config import Config
 from megatron_rl.layouts.boxes import DTYPE_BYTES, TensorLayout
 from megatron_rl.layouts.compile import megatron_layouts, sglang_layouts
 from megatron_rl.layouts.megatron_topology import MegatronTopology
@@ -42,17 +42,6 @@ def uses(
     stages = range(0 if trainer is None else trainer.pp)
     found = {f"trainer, stage {i}": trainer_use(config, table, megatron, trainer, i) for i in stages if trainer}
     return found if engine is None else {**found, "engine": engine_use(config, table, megatron, engine)}
-
-
-def wrong_cluster(cluster: ClusterConfig, trainer_gpus: int, engine_gpus: int) -> Iterator[str]:
-    """Whether the nodes that the config promises have so many GPUs."""
-    wanted, there = trainer_gpus + engine_gpus, (cluster.nodes or 0) * cluster.gpus_per_node
-    if cluster.nodes is not None and wanted > there:
-        yield (
-            f"cluster.nodes={cluster.nodes} of cluster.gpus_per_node={cluster.gpus_per_node} have {there} GPUs, and "
-            f"trainer.world_size takes {trainer_gpus} and rollout.engines x rollout.tp {engine_gpus}: some ranks would "
-            f"wait for a GPU in vain. Set cluster.nodes={-(-wanted // cluster.gpus_per_node)}, or ask for fewer ranks."
-        )
 
 
 def too_large(found: Mapping[str, Use], gpu_gb: float) -> Iterator[str]:

@@ -1,8 +1,12 @@
-"""Whether ranks can be shared out over nodes as asked. Pure; `placement.py` does it."""
+"""How ranks are shared out over nodes, and whether they can be as asked. Pure; `placement.py` has Ray do it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_rl.config import Config
+from megatron_rl.errors import ConfigError
+
+Places = tuple[tuple[int, int], ...]
+"""(node, GPU of the node) of each rank."""
 
 
 def wrong_nodes(config: Config) -> Iterator[str]:
@@ -25,6 +29,70 @@ def wrong_nodes(config: Config) -> Iterator[str]:
             yield f"{role}.ranks_per_node={each} {alone}: it needs {count // each} nodes. Set cluster.address too."
         if marked and cluster.address is None:
             yield f"cluster.{role}_nodes={marked} {alone}: no node offers it. Set cluster.address too."
+    yield from _no_room(config)
+
+
+def _no_room(config: Config) -> Iterator[str]:
+    """Whether the ranks find GPUs on the nodes that the config promises."""
+    if config.cluster.nodes is not None:
+        try:
+            arrange(config)
+        except ConfigError as error:
+            yield str(error)
+
+
+def ranks_on_a_node(ranks: int, *, gpus: Sequence[int], group: int = 1, copies: int = 1) -> int:
+    """The largest divisor of `ranks` of which nodes with so many `gpus` each hold enough for `copies` times all ranks.
+
+    Whole groups of `group` ranks go before. 1 when the nodes have too few GPUs.
+    """
+    divisors = [k for k in range(ranks, 0, -1) if ranks % k == 0]
+    whole = [k for k in divisors if k % group == 0]
+    fitting = (k for k in (*whole, *divisors) if k * sum(n // k for n in gpus) >= ranks * copies)
+    return next(fitting, 1)
+
+
+def arrange(config: Config) -> tuple[Places, Places]:
+    """Where trainer ranks and the ranks of all engines lie on equal nodes with GPUs: what `placement.py` asks Ray for.
+
+    Raises: ConfigError when cluster.nodes nodes have no room for them; with null, they are as many as it takes.
+    """
+    trainer, rollout = config.trainer, config.rollout
+    roles = _roles(config)
+    ranks = trainer.world_size * ("trainer" in roles), rollout.engines * rollout.tp * ("rollout" in roles)
+    nodes = config.cluster.nodes or -(-sum(ranks) // config.cluster.gpus_per_node)
+    try:
+        return _arrange(config, ranks, [config.cluster.gpus_per_node] * nodes)
+    except ConfigError:
+        if config.cluster.nodes is not None:
+            raise
+        return _arrange(config, ranks, [config.cluster.gpus_per_node] * sum(ranks))
+
+
+def _arrange(config: Config, ranks: tuple[int, int], gpus: list[int]) -> tuple[Places, Places]:
+    trainer, rollout, used = config.trainer, config.rollout, [0] * len(gpus)
+    together = trainer.ranks_per_node or ranks_on_a_node(ranks[0] or 1, gpus=gpus, group=config.parallel.tp)
+    ours = _fill(used, gpus, "trainer", ranks[0], together, apart=trainer.ranks_per_node is not None)
+    together = rollout.ranks_per_node or ranks_on_a_node(rollout.tp, gpus=gpus, copies=rollout.engines)
+    return ours, _fill(used, gpus, "rollout", ranks[1], together, apart=rollout.ranks_per_node is not None)
+
+
+def _fill(used: list[int], gpus: list[int], role: str, ranks: int, together: int, *, apart: bool) -> Places:
+    """Take GPUs for runs of `together` ranks, each on one node, and `apart` on one that has no other of the role."""
+    places: list[tuple[int, int]] = []
+    for _ in range(ranks // together):
+        mine = {node for node, _ in places} if apart else set()
+        fitting = (i for i, n in enumerate(used) if n + together <= gpus[i] and i not in mine)
+        node = next(fitting, None)
+        if node is None:
+            raise ConfigError(
+                f"{role} needs {ranks // together} times {together} GPUs side by side, and {len(used)} nodes of "
+                f"{gpus[0]}, with {sum(used)} taken, have no room: ranks would wait in vain. Raise cluster.nodes, or "
+                f"set {role}.ranks_per_node."
+            )
+        places += [(node, used[node] + i) for i in range(together)]
+        used[node] += together
+    return tuple(places)
 
 
 def _roles(config: Config) -> list[str]:

@@ -6,7 +6,6 @@ Classes handed to `Pool.spawn` are plain; their standard output goes to a log fi
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.config import Config
 from megatron_rl.errors import BackendError
+from megatron_rl.nodes import ranks_on_a_node
 
 LOOPBACK = "127.0.0.1"
 SHARE = 0.001
@@ -47,17 +47,6 @@ def rollout_pool(config: Config) -> "Pool":
         strategy="STRICT_SPREAD" if r.ranks_per_node else "SPREAD",
         nodes=nodes,
     )
-
-
-def ranks_on_a_node(ranks: int, *, gpus: Sequence[int], group: int = 1, copies: int = 1) -> int:
-    """The largest divisor of `ranks` of which nodes with so many `gpus` each hold enough for `copies` times all ranks.
-
-    Whole groups of `group` ranks go before. 1 when the nodes have too few GPUs.
-    """
-    divisors = [k for k in range(ranks, 0, -1) if ranks % k == 0]
-    whole = [k for k in divisors if k % group == 0]
-    fitting = (k for k in (*whole, *divisors) if k * sum(n // k for n in gpus) >= ranks * copies)
-    return next(fitting, 1)
 
 
 def has_gpus() -> bool:

@@ -9,6 +9,7 @@ from megatron_rl.convert.fp8 import without_quantization
 from megatron_rl.formats.hf_files import read_hf_config
 from megatron_rl.memory import Use, uses
 from megatron_rl.models import load_architecture, load_table
+from megatron_rl.nodes import arrange
 from megatron_rl.resharding.schedule import make_schedule
 from megatron_rl.resharding.spec import BUCKET_BYTES, Placement, SyncSpec
 from megatron_rl.resharding.traffic import Traffic, measure
@@ -22,16 +23,13 @@ class RunPlan:
     trainer_gpus: int
     engine_gpus: int
     """Of all engines."""
+    nodes: int
     uses: dict[str, Use]
     """Memory of each kind of rank."""
     layers: dict[str, str]
     """Of the trainer's pipeline stages, under the same names: which layers each holds."""
     sync: Traffic | None
     """None where nothing is synced, or it was not asked for."""
-
-    def nodes(self, gpus_per_node: int) -> int:
-        """That have so many GPUs."""
-        return -(-(self.trainer_gpus + self.engine_gpus) // gpus_per_node)
 
 
 def plan_run(config: Config, *, with_sync: bool = True) -> RunPlan:
@@ -45,6 +43,7 @@ def plan_run(config: Config, *, with_sync: bool = True) -> RunPlan:
     gpus = gpus_needed(config)
     trainer = topology_of(config, table) if gpus[0] else None
     engine = engine_of(config) if gpus[1] else None
+    places = arrange(config)
     layers, sync = {}, None
     if trainer is not None:
         for stage in range(trainer.pp):
@@ -52,8 +51,6 @@ def plan_run(config: Config, *, with_sync: bool = True) -> RunPlan:
             held = [f"{c.layers.start}-{c.layers.stop - 1}" for c in chunks if c.layers]
             layers[f"trainer, stage {stage}"] = ", ".join(held) or "none"
     if with_sync and trainer is not None and engine is not None:
-        # Side by side, node by node: as many ranks on each node as it has GPUs.
-        places = [divmod(i, config.cluster.gpus_per_node) for i in range(sum(gpus))]
         spec = SyncSpec(
             hf,
             trainer,
@@ -63,17 +60,17 @@ def plan_run(config: Config, *, with_sync: bool = True) -> RunPlan:
             engines=config.rollout.engines,
             bucket_bytes=BUCKET_BYTES["cuda"],
             direct=not streamed(config.rollout.sglang),
-            placement=Placement(tuple(places[: gpus[0]]), tuple(places[gpus[0] :])),
+            placement=Placement(*places),
         )
         sync = measure(make_schedule(spec))
     memory = uses(config, table, architecture.megatron, trainer=trainer, engine=engine)
-    return RunPlan(*gpus, memory, layers, sync)
+    return RunPlan(*gpus, len({node for side in places for node, _ in side}), memory, layers, sync)
 
 
 def describe(config: Config, plan: RunPlan) -> str:
     """Lines of figures. GB are 10^9 bytes."""
     p, r, per_node = config.parallel, config.rollout, config.cluster.gpus_per_node
-    gpus = f"{plan.trainer_gpus} for the trainer and {plan.engine_gpus} for engines, on {plan.nodes(per_node)} nodes of"
+    gpus = f"{plan.trainer_gpus} for the trainer and {plan.engine_gpus} for engines, on {plan.nodes} nodes of"
     lines = [f"GPUs     {gpus} {per_node}"]
     if plan.trainer_gpus:
         lines.append("trainer  " + _sizes(tp=p.tp, pp=p.pp, vpp=p.vpp, cp=p.cp, ep=p.ep, etp=p.etp))

@@ -59,7 +59,7 @@ def test_it_can_work(name: str, directory: Path) -> None:
 def test_it_takes_every_gpu_of_its_nodes_and_none_besides(name: str, directory: Path) -> None:
     config, plan = planned(name, directory)
 
-    assert config.cluster.nodes == plan.nodes(8) == NODES[name]
+    assert config.cluster.nodes == plan.nodes == NODES[name]
     assert (plan.trainer_gpus, plan.engine_gpus) == gpus_needed(config)
     assert plan.trainer_gpus + plan.engine_gpus == 8 * NODES[name]
 

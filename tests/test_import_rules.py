@@ -29,8 +29,8 @@ OF_OURS = {  # package -> the packages of ours it may import
     "data": {"errors", "types", "config"},
     "rewards": {"errors", "types", "config"},
     "cluster": {"errors"},
-    "placement": {"errors", "config"},
-    "nodes": {"config"},
+    "placement": {"errors", "config", "nodes"},
+    "nodes": {"config", "errors"},
     "checkpoint": {"errors", "protocols"},
     "checks": {
         "errors",
@@ -45,7 +45,9 @@ OF_OURS = {  # package -> the packages of ours it may import
         "memory",
     },
     "memory": {"config", "layouts"},
-    "run_plan": {"config", "convert", "formats", "checks", "layouts", "memory", "models", "resharding", "rollout"},
+    "run_plan": {
+        *("config", "checks", "convert", "formats", "layouts", "memory", "models", "nodes", "resharding", "rollout"),
+    },
     "megatron_options": {"errors", "config"},
     "sweeps": {
         "errors",

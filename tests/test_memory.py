@@ -133,10 +133,3 @@ def test_what_cannot_fit_is_refused_with_its_parts(tmp_path: Path) -> None:
         check(config_of(tmp_path, *wide, "cluster=8xh100"))
     with pytest.raises(ConfigError, match=r"engine: weights 15\.\d, KV cache 2\d\d.*lower rollout\.max_total_tokens"):
         check(config_of(tmp_path, *wide, "cluster=8xh200", "rollout.max_total_tokens=10000000"))
-
-
-def test_more_ranks_than_gpus_are_refused_with_the_number_of_nodes(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"have 8 GPUs, and trainer\.world_size takes 6 and .* 4: .*cluster\.nodes=2,"
-    ):
-        check(config_of(tmp_path, "trainer.world_size=6", "rollout.tp=4", "cluster.nodes=1"))

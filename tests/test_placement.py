@@ -10,12 +10,12 @@ from ray.cluster_utils import Cluster
 
 from megatron_rl import cluster
 from megatron_rl.config import Config, load_config
-from megatron_rl.errors import BackendError
+from megatron_rl.errors import BackendError, ConfigError
+from megatron_rl.nodes import arrange, ranks_on_a_node, wrong_nodes
 from megatron_rl.placement import (
     Pool,
     interface_of,
     own_address,
-    ranks_on_a_node,
     rollout_pool,
     trainer_pool,
 )
@@ -41,6 +41,42 @@ def test_as_many_ranks_share_a_node_as_the_nodes_allow(
     ranks: int, gpus: list[int], group: int, copies: int, expected: int
 ) -> None:
     assert ranks_on_a_node(ranks, gpus=gpus, group=group, copies=copies) == expected
+
+
+def asked(*overrides: str) -> Config:
+    return load_config(["experiment=cpu_digits", *overrides])
+
+
+def test_engines_lie_where_trainer_ranks_leave_room() -> None:
+    config = asked("trainer.world_size=12", "parallel.tp=2", "rollout.tp=2", "rollout.engines=2", "cluster.nodes=2")
+
+    ours, theirs = arrange(config)
+
+    # 12 in halves of 6, and an engine on the 2 GPUs that each half leaves.
+    assert ours == tuple((node, gpu) for node in (0, 1) for gpu in range(6))
+    assert theirs == ((0, 6), (0, 7), (1, 6), (1, 7))
+    assert list(wrong_nodes(config)) == []
+
+
+def test_ranks_per_node_keeps_a_roles_runs_apart() -> None:
+    sizes = ["trainer.world_size=4", "trainer.ranks_per_node=2", "rollout.tp=4", "rollout.ranks_per_node=2"]
+
+    ours, theirs = arrange(asked(*sizes, "cluster.gpus_per_node=4"))
+
+    assert ours == ((0, 0), (0, 1), (1, 0), (1, 1)) and theirs == ((0, 2), (0, 3), (1, 2), (1, 3))
+
+
+def test_nodes_are_added_until_there_is_room_unless_they_are_counted() -> None:
+    sizes = ["trainer.world_size=12", "parallel.tp=2", "rollout.tp=4"]
+
+    ours, theirs = arrange(asked(*sizes))
+
+    assert len({node for node, _ in (*ours, *theirs)}) == 3
+    with pytest.raises(
+        ConfigError, match=r"rollout needs 1 times 4 GPUs side by side, and 2 nodes of 8, with 12 taken"
+    ):
+        arrange(asked(*sizes, "cluster.nodes=2"))
+    assert list(wrong_nodes(asked(*sizes, "cluster.nodes=2"))) and not list(wrong_nodes(asked(*sizes, "mode=sft")))
 
 
 def test_without_a_cluster_nobody_outside_reaches_a_process() -> None:

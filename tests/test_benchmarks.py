@@ -1,6 +1,7 @@
 """The benchmarks that nothing else runs: that they run, on little, and print what their readers look for."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,8 @@ pytestmark = pytest.mark.live
 
 def run(*arguments: object) -> str:
     """What a tool printed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    command, environment = [sys.executable, *map(str, arguments)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -120,7 +120,7 @@ def look(points: Sequence[Point]) -> list[Point]:
     """`points`, active when last looked at, as they are now. Raises: BackendError when Slurm does not answer."""
     if not points:
         return []
-    owner = points[0].path.stat().st_uid  # not who looks
+    owner = points[0].path.parent.stat().st_uid  # not who looks
     command = ["squeue", "--noheader", f"--user={owner}", "--states=all", "--format=%A|%T|%M|%r|%k"]
     listed = _call(command, what="Slurm does not say how the jobs are")
     rows = [_Row(*line.strip().split("|", 4)) for line in listed.splitlines() if line.count("|") >= 4]

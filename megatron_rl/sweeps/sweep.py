@@ -143,7 +143,7 @@ class Sweep:
             except (ConfigError, LayoutError, DataError) as error:
                 problems.append(f"point {point.name}: {error}")
         if problems:
-            raise ConfigError("\n  - ".join(["nothing was started.", *problems]) if problems[1:] else problems[0])
+            raise ConfigError("\n  - ".join(["none of these was started.", *problems]) if problems[1:] else problems[0])
 
     def _meet(self) -> None:
         """Go on with what an earlier start has left. Raises: ConfigError where that was another run."""

@@ -45,7 +45,7 @@ def test_one_bad_point_refuses_all_and_every_bad_one_is_named(sweep: Sweep, tmp_
         sweep("parallel.ep=1,2,3,5")
 
     first, *points = str(refusal.value).splitlines()
-    assert first == "nothing was started."
+    assert first == "none of these was started."
     assert [line.partition("=2")[0] for line in points] == [
         "  - point ep_3: trainer.world_size",
         "  - point ep_5: trainer.world_size",

@@ -16,6 +16,7 @@ from megatron_rl.convert.workers import Child, batches, over_units
 from megatron_rl.errors import BackendError
 from megatron_rl.formats import hf_files, manifest, torch_dist
 from megatron_rl.formats.hf_files import Stored
+from megatron_rl.layouts.fp8 import BLOCK, DTYPE, SCALE, is_quantized, scale_shape
 
 UNIT_BYTES = 256_000_000
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -73,7 +74,7 @@ def export_checkpoint(directory: Path, out: Path, *, processes: int, quantize: b
         groups = batches(tensors, lambda tensor: tensor.nbytes, UNIT_BYTES)
         units = []
         for i, group in enumerate(groups):
-            names = [name for t in group for name in (t.name, t.name + fp8.SCALE) if name in places]
+            names = [name for t in group for name in (t.name, t.name + SCALE) if name in places]
             own_places = {name: places[name] for name in names}
             units.append(Unit(i, tuple(group), own_places, checkpoint.weights, partial))
         todo = [unit for unit in units if not unit.record.exists()]
@@ -105,9 +106,9 @@ def _files(checkpoint: Checkpoint, tensors: Sequence[Wanted], *, quantize: bool)
     """The tensors of each file, in order."""
     new: dict[str, list[New]] = {}
     for tensor in tensors:
-        if quantize and fp8.is_quantized(tensor.name, tensor.shape):
-            scale = New(tensor.name + fp8.SCALE, fp8.scale_shape(tensor.shape), "float32")
-            new[tensor.name] = [New(tensor.name, tensor.shape, fp8.DTYPE), scale]
+        if quantize and is_quantized(tensor.name, tensor.shape):
+            scale = New(tensor.name + SCALE, scale_shape(tensor.shape), "float32")
+            new[tensor.name] = [New(tensor.name, tensor.shape, DTYPE), scale]
         else:
             new[tensor.name] = [New(tensor.name, tensor.shape, tensor.dtype)]
     if checkpoint.manifest is None:
@@ -152,15 +153,15 @@ def write_unit(unit: Unit) -> None:
 def _write(reader: Reader, tensor: Wanted, places: Mapping[str, Stored], fd: int) -> str:
     """Returns: the hash of the tensor as the checkpoint holds it."""
     digest = xxhash.xxh3_128()
-    place, scale = places[tensor.name], places.get(tensor.name + fp8.SCALE)
-    for row, window in reader.windows(tensor, multiple=fp8.BLOCK if scale else 1):
+    place, scale = places[tensor.name], places.get(tensor.name + SCALE)
+    for row, window in reader.windows(tensor, multiple=BLOCK if scale else 1):
         digest.update(memoryview(window).cast("B"))
         if scale is None:
             hf_files.write_at(fd, memoryview(window).cast("B"), place.at + row * window.shape[1])
             continue
         data, factors = fp8.quantize(window, dtype=tensor.dtype, columns=tensor.columns)
         hf_files.write_at(fd, data, place.at + row * tensor.columns)
-        hf_files.write_at(fd, factors, scale.at + row // fp8.BLOCK * scale.shape[1] * 4)
+        hf_files.write_at(fd, factors, scale.at + row // BLOCK * scale.shape[1] * 4)
     return digest.hexdigest()
 
 

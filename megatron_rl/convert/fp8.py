@@ -1,10 +1,8 @@
-"""DeepSeek's FP8 checkpoints: e4m3 weights with one scale for each block of 128 x 128 elements.
+"""DeepSeek's FP8 checkpoints, read and written; `layouts/fp8.py` says which tensors are quantised and how.
 
-Source of the format: inference/kernel.py and fp8_cast_bf16.py of the DeepSeek-V3 repository: w = fp8 * scale_inv.
 Tensors are numpy byte arrays at the border: only quantising costs an import of torch.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -14,18 +12,11 @@ import numpy as np
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.formats.hf_files import Stored
+from megatron_rl.layouts.fp8 import BLOCK, CONFIG, scale_shape
 from megatron_rl.models.family import HfConfig
 
-DTYPE, SCALE, BLOCK = "float8_e4m3fn", "_scale_inv", 128
 SCALE_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """How numpy reads scales: DeepSeek's are float32, Qwen3's bfloat16 or float16."""
-CONFIG = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": [BLOCK, BLOCK],
-}
-_QUANTIZED = re.compile(r"\.layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight$")
 
 
 def without_quantization(config: HfConfig) -> HfConfig:
@@ -48,16 +39,6 @@ def without_quantization(config: HfConfig) -> HfConfig:
             f"e4m3 with blocks of {BLOCK} x {BLOCK} can be read. Use the bfloat16 checkpoint."
         )
     return {key: value for key, value in config.items() if key != "quantization_config"}
-
-
-def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether DeepSeek keeps this tensor in FP8: linears of attention, MLPs and experts; no norms, routers, ends."""
-    return len(shape) == 2 and _QUANTIZED.search(name) is not None and "eh_proj" not in name
-
-
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the scales of a tensor of this shape."""
-    return tuple(-(-n // BLOCK) for n in shape)
 
 
 def wrong_scale(tensor: Stored, scale: Stored) -> str | None:

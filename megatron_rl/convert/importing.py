@@ -21,9 +21,10 @@ from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, 
 from megatron_rl.convert.workers import Child, batches, over_units
 from megatron_rl.errors import BackendError, DataError
 from megatron_rl.formats import manifest, torch_dist
-from megatron_rl.formats.hf_files import MANIFEST, NBYTES, Stored, companions, write_at
+from megatron_rl.formats.hf_files import MANIFEST, Stored, companions, write_at
 from megatron_rl.formats.manifest import FileEntry, Manifest, TensorEntry
 from megatron_rl.formats.torch_dist import Item
+from megatron_rl.layouts.boxes import NBYTES
 
 PIECE_BYTES = 32_000_000
 """An item; a row that takes more is alone."""

@@ -14,9 +14,10 @@ import yaml
 from megatron_rl.convert.placement import Spot, find_placement
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.formats import manifest, torch_dist
-from megatron_rl.formats.hf_files import NBYTES, read_hf_config
+from megatron_rl.formats.hf_files import read_hf_config
 from megatron_rl.formats.manifest import Manifest
 from megatron_rl.formats.torch_dist import Contents, Item
+from megatron_rl.layouts.boxes import NBYTES
 from megatron_rl.layouts.compile import hf_layouts
 from megatron_rl.models import load_table
 from megatron_rl.models.family import HfConfig

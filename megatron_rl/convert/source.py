@@ -12,6 +12,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.formats.hf_files import Stored, read_checkpoint, read_hf_config
 from megatron_rl.layouts.boxes import DTYPE_BYTES
 from megatron_rl.layouts.compile import hf_layouts
+from megatron_rl.layouts.fp8 import DTYPE, SCALE
 from megatron_rl.models import load_table
 from megatron_rl.models.family import HfConfig
 
@@ -57,9 +58,9 @@ def read_source(directory: Path, *, report: Path) -> Source:
     expected = {layout.name: layout for layout in hf_layouts(table, dtype="")}
     stored = read_checkpoint(directory)
     scales = {
-        name: stored[name + fp8.SCALE]
+        name: stored[name + SCALE]
         for name in expected
-        if name in stored and stored[name].dtype == fp8.DTYPE and name + fp8.SCALE in stored
+        if name in stored and stored[name].dtype == DTYPE and name + SCALE in stored
     }
     derived = tuple(name for name in stored if name.endswith(DERIVED))
     aliases = {name: table.aliases[name] for name in stored if name in table.aliases}
@@ -94,13 +95,13 @@ def _wrong_dtypes(
     tensors: Mapping[str, Stored], scales: Mapping[str, Stored], pinned: Mapping[str, str], *, quantized: bool
 ) -> Iterator[str]:
     for name, tensor in tensors.items():
-        if tensor.dtype == fp8.DTYPE and name in scales and quantized:
+        if tensor.dtype == DTYPE and name in scales and quantized:
             if problem := fp8.wrong_scale(tensor, scales[name]):
                 yield problem
-        elif tensor.dtype == fp8.DTYPE:
+        elif tensor.dtype == DTYPE:
             lack = "no scale" if name not in scales else "a scale, and config.json says nothing of FP8"
             yield (
-                f"{name} is FP8 with {lack}: its values cannot be known. Take {name}{fp8.SCALE} and "
+                f"{name} is FP8 with {lack}: its values cannot be known. Take {name}{SCALE} and "
                 "quantization_config from the original checkpoint."
             )
         elif tensor.dtype not in DTYPE_BYTES:

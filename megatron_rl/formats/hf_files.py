@@ -11,15 +11,13 @@ from typing import Any, Protocol
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.formats.torch_dist import BACKEND, METADATA, SUFFIX
-from megatron_rl.layouts.boxes import DTYPE_BYTES
+from megatron_rl.layouts.boxes import NBYTES
 
 FILE_BYTES = 5_000_000_000
 """Tensors of a checkpoint file that is written here; a larger tensor has a file of its own."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MANIFEST = "manifest.json"
 SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
-NBYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1}
-"""Of an element."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", SUFFIX)
 """Suffixes of files that are not companions."""
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from math import prod
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Of an element, by dtype: those that models are trained in."""
+NBYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1}
+"""Those that weights are kept in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class TensorLayout:
     @property
     def nbytes(self) -> int:
         """With padding."""
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return prod(self.shape) * NBYTES[self.dtype]
 
 
 def find_overlap(rectangles: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.convert import fp8
 from megatron_rl.formats.hf_files import Stored, read_checkpoint
+from megatron_rl.layouts.fp8 import DTYPE, is_quantized
 
 
 def test_fp8_is_for_the_linears_of_attention_and_experts() -> None:
@@ -20,9 +21,9 @@ def test_fp8_is_for_the_linears_of_attention_and_experts() -> None:
     yes += ["mlp.experts.7.gate_proj", "mlp.shared_experts.up_proj", "block_sparse_moe.experts.0.w2"]
     no = ["input_layernorm", "mlp.gate", "mlp.shared_expert_gate", "eh_proj", "embed_tokens", "shared_head.head"]
 
-    assert [name for name in yes + no if fp8.is_quantized(f"{layer}{name}.weight", (8, 8))] == yes
-    assert not any(fp8.is_quantized(f"{name}.weight", (8, 8)) for name in ("lm_head", "model.embed_tokens"))
-    assert not fp8.is_quantized(f"{layer}self_attn.q_proj.bias", (8,))
+    assert [name for name in yes + no if is_quantized(f"{layer}{name}.weight", (8, 8))] == yes
+    assert not any(is_quantized(f"{name}.weight", (8, 8)) for name in ("lm_head", "model.embed_tokens"))
+    assert not is_quantized(f"{layer}self_attn.q_proj.bias", (8,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -31,7 +32,7 @@ def test_scales_are_read_in_the_dtypes_that_are_published(dtype: torch.dtype, tm
     save_file({"w_scale_inv": scale}, tmp_path / "model.safetensors")
     stored = read_checkpoint(tmp_path)["w_scale_inv"]
 
-    assert fp8.wrong_scale(Stored("w", (130, 300), fp8.DTYPE, "", 0, 0), stored) is None
+    assert fp8.wrong_scale(Stored("w", (130, 300), DTYPE, "", 0, 0), stored) is None
     assert torch.equal(torch.from_numpy(fp8.read_scale(tmp_path, stored)), scale.float())
 
 

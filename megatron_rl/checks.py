@@ -122,6 +122,11 @@ def _settings(config: Config) -> Iterator[str]:
             f"parallel.tp={p.tp} with parallel.sp=false: megatron-core refuses experts under tensor parallelism "
             "without sequence parallelism. Set parallel.sp=true."
         )
+    if config.rollout.fp8 and config.mode != "train":
+        yield (
+            f"rollout.fp8=true with mode={config.mode}: engines get FP8 weights from a trainer, and this mode does not "
+            "have both. Set rollout.fp8=false."
+        )
     if p.sp and p.tp == 1:
         yield "parallel.sp=true with parallel.tp=1 has no effect. Set parallel.sp=false, or raise parallel.tp."
 
@@ -222,7 +227,7 @@ def _model(config: Config) -> Iterator[str]:
     if gpus[1]:
         try:
             engine = engine_of(config)
-            check_sglang(table, engine)
+            check_sglang(table, engine, quantized=config.rollout.fp8)
         except LayoutError as error:
             yield str(error)
             engine = None

@@ -263,6 +263,9 @@ class RolloutConfig:
     """1 keeps the dense layers of a model with experts whole on every rank (SGLang's moe-dense-tp-size)."""
     dtype: str = "bfloat16"
     """`bfloat16` or `float32`."""
+    fp8: bool = False
+    """Serve the linears of attention, MLPs and experts in FP8: e4m3 in blocks of 128 x 128 with float32 scales, as
+    DeepSeek-V3 is published and `tools/convert export --fp8` writes. The trainer keeps its own dtype."""
     max_total_tokens: int = 16_384
     """KV cache of one server."""
     max_running_requests: int = 256
@@ -277,6 +280,11 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         _choice("rollout.dtype", self.dtype, ("bfloat16", "float32"))
         _at_least("rollout.ranks_per_node", self.ranks_per_node or 1, 1)
+        if self.fp8 and self.dtype != "bfloat16":
+            raise ConfigError(
+                f"rollout.fp8=true with rollout.dtype={self.dtype}: SGLang's FP8 layers compute in bfloat16. Set "
+                "rollout.dtype=bfloat16."
+            )
         for name in ("engines", "tp", "ep", "dp_attention", "max_total_tokens", "max_running_requests"):
             _at_least(f"rollout.{name}", getattr(self, name), 1)
 

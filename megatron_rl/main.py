@@ -68,7 +68,7 @@ def read_config(arguments: Sequence[str]) -> Config:
     config = load_config(arguments)
     check(config)
     direct = [f"weights.{key}" for key in ("verify", "delta") if getattr(config.weights, key)]
-    check_sglang_options(config.rollout.sglang, direct=direct)
+    check_sglang_options(config.rollout.sglang, direct=direct, fp8=config.rollout.fp8)
     return config
 
 
@@ -253,6 +253,7 @@ def sync_spec(config: Config, hf: dict[str, Any], trainer: Any, fleet: Any) -> A
         bucket_bytes=BUCKET_BYTES[fleet.device],
         placement=Placement(tuple(places[: len(ours)]), tuple(places[len(ours) :])),
         delta=config.weights.delta,
+        fp8=config.rollout.fp8,
     )
 
 

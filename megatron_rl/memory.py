@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.layouts.boxes import DTYPE_BYTES, TensorLayout
 from megatron_rl.layouts.compile import megatron_layouts, sglang_layouts
+from megatron_rl.layouts.fp8 import with_scales
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.pipeline import Chunk
 from megatron_rl.layouts.sglang_topology import SglangTopology
@@ -155,7 +156,8 @@ def engine_use(config: Config, table: Table, megatron: Megatron, topology: Sglan
     prompts in and of its largest batch. Source: sglang 0.5.23, srt/arg_groups/memory_hook.py.
     """
     rollout = config.rollout
-    weights = sum(t.nbytes for t in sglang_layouts(table, topology, 0, dtype=rollout.dtype))
+    layouts = sglang_layouts(table, topology, 0, dtype=rollout.dtype, quantized=rollout.fp8)
+    weights = sum(t.nbytes for t in with_scales(layouts))
     item = 1 if str(rollout.sglang.get("kv_cache_dtype", "auto")).startswith("fp8") else DTYPE_BYTES[rollout.dtype]
     attention_ranks = topology.tp // topology.dp_attention
     heads, latent = megatron["num_attention_heads"], megatron.get("kv_lora_rank")

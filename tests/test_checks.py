@@ -24,6 +24,12 @@ def demo(*overrides: str) -> Config:
         (["parallel.sp=true"], "parallel.sp=true with parallel.tp=1 has no effect"),
         (["parallel.vpp=3"], "parallel.vpp=3 with parallel.pp=1"),
         (["parallel.ep=3", "trainer.world_size=3"], "parallel.ep=3 does not divide the experts.*1, 2, 4, 8"),
+        (["rollout.fp8=true"], "rollout.fp8=true with rollout.dtype=float32"),
+        (["rollout.fp8=true", "rollout.dtype=bfloat16"], r"rollout.fp8=true: .* blocks of 128 x 128.*Set it to false"),
+        (
+            ["rollout.fp8=true", "rollout.dtype=bfloat16", "mode=rollout_only"],
+            "rollout.fp8=true with mode=rollout_only.*Set rollout.fp8=false",
+        ),
         (["rollout.tp=3"], "rollout.tp=3 does not divide.*one of 1, 2, 4"),
         (["rollout.ep=2"], "rollout.ep=2 does not divide rollout.tp=1"),
         (["model=hf", "model.path=/nowhere"], "/nowhere has no readable config.json.*model.path"),

@@ -92,8 +92,8 @@ def read_spec(asked: argparse.Namespace) -> SyncSpec:
     places = [divmod(i, per_node) for i in range(max(trainer.world_size, first + readers))]
     placement = Placement(tuple(places[: trainer.world_size]), tuple(places[first : first + readers]))
     size = asked.bucket_mb << 20
-    dtypes = asked.dtype, asked.dtype
-    return SyncSpec(hf, trainer, engine, *dtypes, engines=asked.engines, bucket_bytes=size, placement=placement)
+    dtypes, counts = (asked.dtype, asked.dtype), {"engines": asked.engines, "bucket_bytes": size}
+    return SyncSpec(hf, trainer, engine, *dtypes, **counts, placement=placement, fp8=asked.fp8)
 
 
 def _peak_bytes() -> int:
@@ -195,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     sync.add_argument("--colocated", action="store_true", help="engines on the trainer's devices")
     sync.add_argument("--bucket-mb", type=_positive, default=64, help="MiB of a message, at most (default 64)")
     sync.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
+    sync.add_argument("--fp8", action="store_true", help="engines keep linears in FP8, in blocks of 128 x 128")
     sync.add_argument("--png", type=Path, help="a picture of bytes on every link, to this file")
     return parser
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from megatron_rl.errors import LayoutError
+from megatron_rl.layouts import fp8
 from megatron_rl.layouts.boxes import Box, TensorLayout
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.pipeline import Chunk
@@ -55,13 +57,20 @@ def megatron_layouts(
 
 
 def sglang_layouts(
-    table: Table, topology: SglangTopology, rank: int, *, dtype: str, made: Made | None = None
+    table: Table,
+    topology: SglangTopology,
+    rank: int,
+    *,
+    dtype: str,
+    quantized: bool = False,
+    made: Made | None = None,
 ) -> tuple[TensorLayout, ...]:
     """Every parameter of rank `rank` of an SGLang engine, named as in its named_parameters().
 
-    `made`: from other ranks of the topology, whose equal tensors are taken as they are; grows.
+    quantized: linears are in FP8; of their scales, which follow, `fp8.with_scales` makes layouts. `made`: from other
+    ranks of the topology, whose equal tensors are taken as they are; grows.
 
-    Raises: LayoutError when the topology cannot hold the model.
+    Raises: LayoutError when the topology cannot hold the model, or would cut blocks that share a scale.
     """
     _check_used(
         topology.asked(), (term for block in table.blocks for row in block.rows for term in row.sglang.values())
@@ -80,7 +89,7 @@ def sglang_layouts(
         if block.on_every_stage or _holds(chunk, block)
         for row in block.rows
         for name, term in row.sglang.items()
-        for layout in _compile(block.sglang + name, term, place, block.hf, dtype, made)
+        for layout in _compile(block.sglang + name, term, place, block.hf, dtype, made, quantized=quantized)
     )
 
 
@@ -90,18 +99,21 @@ def megatron_ranks(table: Table, topology: MegatronTopology, *, dtype: str) -> d
     return {r: megatron_layouts(table, topology, r, dtype=dtype, made=made) for r in range(topology.world_size)}
 
 
-def sglang_ranks(table: Table, topology: SglangTopology, *, dtype: str) -> dict[int, tuple[TensorLayout, ...]]:
+def sglang_ranks(
+    table: Table, topology: SglangTopology, *, dtype: str, quantized: bool = False
+) -> dict[int, tuple[TensorLayout, ...]]:
     """The layouts of every rank of an engine; replicas have the same objects."""
     made: Made = {}
-    return {r: sglang_layouts(table, topology, r, dtype=dtype, made=made) for r in range(topology.world_size)}
+    of_rank = partial(sglang_layouts, table, topology, dtype=dtype, quantized=quantized, made=made)
+    return {r: of_rank(r) for r in range(topology.world_size)}
 
 
 def hf_layouts(
-    table: Table, *, dtype: str, aliases: Collection[str] = (), mtp: bool = True
+    table: Table, *, dtype: str, aliases: Collection[str] = (), mtp: bool = True, quantized: bool = False
 ) -> tuple[TensorLayout, ...]:
     """Every tensor of the HF checkpoint, as one box each; then those of the table's aliases that are asked for.
 
-    mtp: with those of multi-token prediction layers, which engines do not load.
+    mtp: with those of multi-token prediction layers, which engines do not load. quantized: as in `sglang_layouts`.
     """
     layouts = []
     for block in table.blocks:
@@ -112,7 +124,8 @@ def hf_layouts(
                 zero = (0,) * len(t.shape)
                 for name in [t.name] if experts is None else [t.name.format(expert=e) for e in range(experts)]:
                     box = Box(block.hf + name, zero, zero, t.shape)
-                    layouts.append(TensorLayout(box.hf, t.shape, t.dtype or dtype, (box,)))
+                    kept = fp8.DTYPE if quantized and fp8.is_quantized(box.hf, t.shape) else t.dtype or dtype
+                    layouts.append(TensorLayout(box.hf, t.shape, kept, (box,)))
     named = {layout.name: layout for layout in layouts}
     return (*layouts, *(replace(named[table.aliases[name]], name=name) for name in aliases))
 
@@ -123,10 +136,10 @@ def check_megatron(table: Table, topology: MegatronTopology) -> None:
         megatron_layouts(table, topology, rank, dtype="float32")
 
 
-def check_sglang(table: Table, topology: SglangTopology) -> None:
+def check_sglang(table: Table, topology: SglangTopology, *, quantized: bool = False) -> None:
     """Refuse, with a LayoutError, an engine topology that cannot hold the model; looks at one rank of each stage."""
     for rank in range(0, topology.world_size, topology.tp):
-        sglang_layouts(table, topology, rank, dtype="float32")
+        sglang_layouts(table, topology, rank, dtype="float32", quantized=quantized)
 
 
 def _check_used(asked: Mapping[str, str], terms: Iterable[Term]) -> None:
@@ -146,20 +159,28 @@ def _holds(chunk: Chunk, block: Block) -> bool:
     return block.place in chunk.layers if isinstance(block.place, int) else held[block.place]
 
 
-def _compile(name: str, term: Term, place: Place, hf: str, dtype: str, made: Made) -> tuple[TensorLayout, ...]:
+def _compile(
+    name: str, term: Term, place: Place, hf: str, dtype: str, made: Made, *, quantized: bool = False
+) -> tuple[TensorLayout, ...]:
     key = name, hf, tuple([place.axes[axis].rank for axis in axes_of(term)])
     if key not in made:
-        made[key] = tuple(_compile_anew(name, term, place, hf, dtype))
+        made[key] = tuple(_compile_anew(name, term, place, hf, dtype, quantized=quantized))
     return made[key]
 
 
-def _compile_anew(name: str, term: Term, place: Place, hf: str, dtype: str) -> Iterator[TensorLayout]:
+def _compile_anew(
+    name: str, term: Term, place: Place, hf: str, dtype: str, *, quantized: bool
+) -> Iterator[TensorLayout]:
+    piece = local(term.inner if isinstance(term, Expert) else term, place)
     (dtype,) = {t.dtype or dtype for t in tensors_of(term)}
+    (in_fp8,) = {quantized and fp8.is_quantized(hf + t.name, t.shape) for t in tensors_of(term)}
+    if in_fp8:
+        dtype = fp8.DTYPE
+        axes = [place.axes[axis] for axis in axes_of(term)]
+        fp8.check_blocks(piece, name, [axis.key for axis in axes if axis.size > 1])
     if not isinstance(term, Expert):
-        piece = local(term, place)
         yield TensorLayout(name, piece.shape, dtype, tuple(_boxes(piece, hf, (), None)))
         return
-    piece = local(term.inner, place)
     first, end = share(term.experts, place.axes[term.axis], "the experts")
     if "{slot}" in name:
         for expert in range(first, end):

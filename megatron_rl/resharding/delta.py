@@ -12,7 +12,7 @@ from megatron_rl_kernels.reference import INTEGERS
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
-from megatron_rl.layouts.boxes import DTYPE_BYTES
+from megatron_rl.layouts.boxes import NBYTES
 from megatron_rl.resharding.messages import ALIGN_BYTES, Message
 from megatron_rl.resharding.timer import Timer
 from megatron_rl.resharding.views import checksum_of, message_views, tensor_views
@@ -22,7 +22,7 @@ INDEX_BYTES = 4
 
 def word_of(message: Message) -> torch.dtype:
     """What a change of it is counted in."""
-    return INTEGERS[min(DTYPE_BYTES[piece.dtype] for piece in message.pieces)]
+    return INTEGERS[min(NBYTES[piece.dtype] for piece in message.pieces)]
 
 
 def delta_bytes(count: int, word: torch.dtype) -> int:

@@ -1,30 +1,70 @@
 """Where an engine rank puts what arrives: into its parameters, or into HF tensors for SGLang's own loader."""
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from megatron_rl_kernels import copy_boxes, prepare
+from megatron_rl_kernels import copy_boxes, prepare, quantize_boxes
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
 from megatron_rl.layouts.boxes import TensorLayout
-from megatron_rl.resharding.messages import Message
+from megatron_rl.layouts.fp8 import DTYPE, SCALE, scale_shape
+from megatron_rl.resharding.messages import Message, Piece, scales_of
 from megatron_rl.resharding.spec import trainer_name
-from megatron_rl.resharding.views import message_views, tensor_views
+from megatron_rl.resharding.views import copy_view, message_views, tensor_views
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+def quantized(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in e4m3, and the scales of its blocks."""
+    made = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn, device=tensor.device)
+    scale = torch.empty(scale_shape(tensor.shape), device=tensor.device)
+    quantize_boxes([made], [scale], [[tensor]])
+    return made, scale
+
+
+class Matrices:
+    """Of FP8 parameters, what comes in full because no sender has all of some block, until it is whole."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], messages: Iterable[Message]):
+        """`messages`: of such parts, and nothing else."""
+        self._parameters = parameters
+        self._nbytes = Counter[tuple[str, tuple[int, ...]]]()
+        """That come for each matrix: a tensor's name, and an expert's slot."""
+        self.numbers = {message.number for message in messages}
+        for piece in (piece for message in messages for piece in message.pieces):
+            self._nbytes[piece.tensor, piece.offset[:-2]] += piece.nbytes
+        self._open: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._missing: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.peak_bytes = 0
+        """The most that they took at one time."""
+
+    def add(self, message: Message, memory: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Take the parts in a message that lies in `memory`. Yields: matrices that are whole, and where they belong."""
+        for piece, sent in zip(message.pieces, message_views(memory, message.pieces), strict=True):
+            key = piece.tensor, piece.offset[:-2]
+            if key not in self._open:
+                shape = self._parameters[piece.tensor].shape[-2:]
+                self._open[key] = torch.empty(shape, dtype=sent.dtype, device=sent.device)
+                self._missing[key] = self._nbytes[key]
+                self.peak_bytes = max(self.peak_bytes, sum(t.nbytes for t in self._open.values()))
+            copy_view(self._open[key], piece.offset[-2:], piece.shape).copy_(sent)
+            self._missing[key] -= piece.nbytes
+            if not self._missing[key]:
+                tensor = self._open.pop(key)
+                yield Piece(piece.tensor, (*piece.offset[:-2], 0, 0), tuple(tensor.shape), DTYPE, 0), tensor
 
 
 class Parameters:
     """The engine's own, written in place."""
 
-    peak_bytes = 0
-    """Memory beside the parameters."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], me: str):
+    def __init__(self, parameters: Mapping[str, Tensor], me: str, in_full: Sequence[Message] = ()):
+        """in_full: messages with parts of `Matrices`."""
         self._parameters, self._me = parameters, me
+        self._matrices = Matrices(parameters, in_full)
         self._unpacking: dict[tuple[int, int], tuple[list[Tensor], list[Tensor], Callable[[], None]]] = {}
         """By memory and message: where its rectangles go to, where they lie in it, and the copy."""
 
@@ -33,23 +73,39 @@ class Parameters:
 
         Raises: SyncError naming tensor, ranks and the first element that differs.
         """
+        if message.number in self._matrices.numbers:
+            for piece, matrix in self._matrices.add(message, memory):
+                both = piece, scales_of(piece)
+                held = tensor_views(self._parameters, both)
+                if compare:
+                    self._compare(message, both, held, quantized(matrix))
+                else:
+                    quantize_boxes([held[0]], [held[1]], [[matrix]])
+            return sum(piece.nbytes for piece in message.pieces)
         key = memory.data_ptr(), message.number
         if key not in self._unpacking:
             held, sent = tensor_views(self._parameters, message.pieces), message_views(memory, message.pieces)
             self._unpacking[key] = held, sent, prepare(copy_boxes, held, sent)
         held, sent, unpack = self._unpacking[key]
         if compare:
-            self._compare(message, held, sent)
+            self._compare(message, message.pieces, held, sent)
         else:
             unpack()
         return sum(view.nbytes for view in sent)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory beside the parameters."""
+        return self._matrices.peak_bytes
 
     def finished(self) -> NamedTensors:
         """Nothing: all is where it belongs."""
         return ()
 
-    def _compare(self, message: Message, held: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        for piece, ours, want in zip(message.pieces, held, sent, strict=True):
+    def _compare(
+        self, message: Message, pieces: Sequence[Piece], held: Sequence[Tensor], sent: Sequence[Tensor]
+    ) -> None:
+        for piece, ours, want in zip(pieces, held, sent, strict=True):
             # As bytes: NaN equals itself there, and 0.0 is not -0.0.
             differs = ours.contiguous().view(torch.uint8) != want.view(torch.uint8)
             if differs.any():
@@ -87,16 +143,20 @@ class Assembly:
         assert not compare, "a loader takes tensors, and shows none"
         for piece in message.pieces:
             if piece.tensor not in self._open:
-                self._begin(self._layouts[piece.tensor])
+                self._begin(self._layouts[piece.tensor], piece.dtype)
             self._missing[piece.tensor] -= piece.nbytes
         sent = message_views(memory, message.pieces)
         copy_boxes(tensor_views(self._open, message.pieces), sent)
         return sum(view.nbytes for view in sent)
 
-    def _begin(self, layout: TensorLayout) -> None:
-        tensor = torch.empty(layout.shape, dtype=getattr(torch, layout.dtype), device=self._device)
+    def _begin(self, layout: TensorLayout, dtype: str) -> None:
+        """In a dtype that is not the layout's come FP8 tensors of which no sender has all of some block."""
+        self._open[layout.name] = tensor = torch.empty(layout.shape, dtype=getattr(torch, dtype), device=self._device)
+        self._missing[layout.name] = tensor.nbytes
+        self._hold(tensor)
+
+    def _hold(self, tensor: Tensor) -> None:
         weakref.finalize(tensor, self._free, tensor.nbytes).atexit = False
-        self._open[layout.name] = tensor
         self._held_bytes += tensor.nbytes
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
@@ -106,5 +166,11 @@ class Assembly:
     def finished(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors that are whole, and that all before them went before; each once, and no longer held here."""
         while self._order and not self._missing[self._order[0].name]:
-            name = self._order.popleft().name
-            yield name, self._open.pop(name)
+            layout = self._order.popleft()
+            name, tensor = layout.name, self._open.pop(layout.name)
+            if layout.dtype == DTYPE and tensor.dtype != torch.float8_e4m3fn:
+                tensor, scale = quantized(tensor)
+                self._hold(tensor)
+                self._hold(scale)
+                self._open[name + SCALE], self._missing[name + SCALE] = scale, 0
+            yield name, tensor

@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from math import prod
 
-from megatron_rl.layouts.boxes import DTYPE_BYTES
+from megatron_rl.layouts.boxes import NBYTES
+from megatron_rl.layouts.fp8 import BLOCK, SCALE, SCALE_BYTES, scale_offset, scale_shape
 
 ALIGN_BYTES = 16
 """Of each rectangle in a message: the largest element and the width of vector loads."""
+BLOCK_BYTES = BLOCK**2 + ALIGN_BYTES
+"""Of an FP8 block with its scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,17 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Of the rectangle, alignment left out."""
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return prod(self.shape) * NBYTES[self.dtype]
+
+
+def scales_of(piece: Piece) -> Piece:
+    """The scales of a rectangle in FP8, which follow it in the message.
+
+    They fit in: a multiple of ALIGN_BYTES that holds the bytes of both holds what is between them too.
+    """
+    at = -(-(piece.at + piece.nbytes) // SCALE_BYTES) * SCALE_BYTES
+    offset, shape = scale_offset(piece.offset, piece.shape), scale_shape(piece.shape)
+    return Piece(piece.tensor + SCALE, offset, shape, "float32", at)
 
 
 @dataclass(frozen=True, slots=True)

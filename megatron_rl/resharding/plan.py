@@ -4,12 +4,13 @@ Pure integers: the same plan runs over shared memory, CUDA IPC or a network, and
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_rl.layouts import fp8
 from megatron_rl.resharding.lanes import Lanes, Place, make_lanes
-from megatron_rl.resharding.tables import Joined, Layouts, join, shift
+from megatron_rl.resharding.tables import Joined, Layouts, join, nbytes_of, shift
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,34 @@ class Flows:
     def fragments(self, flows: Sequence[int]) -> np.ndarray:
         """[n] fragments of a lane's flows."""
         return np.concatenate([self.order[self.ends[f] : self.ends[f + 1]] for f in flows])
+
+
+def cut(joined: Joined, most_bytes: int) -> Joined:
+    """The same with every fragment of at most `most_bytes`: larger ones are cut along the first dim, then the next.
+
+    Between blocks that share a scale, where there are any; a whole one must fit.
+    """
+    wanted = joined.target.areas
+    for dim in range(joined.size.shape[1]):
+        block, itemsize = wanted.block[joined.want], wanted.itemsize[joined.want]
+        size = -(-joined.size // block[:, None])  # in blocks
+        each_bytes = block**2 * itemsize + np.where(block > 1, fp8.SCALE_BYTES, 0)
+        most = np.maximum(most_bytes // (size[:, dim + 1 :].prod(1) * each_bytes), 1)
+        parts = -(-size[:, dim] // most)
+        if (parts == 1).all():
+            continue
+        of = np.repeat(np.arange(len(parts)), parts)
+        part = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
+        each = (-(-size[:, dim] // parts) * block)[of]
+        start, size = joined.start[of], joined.size[of]
+        start[:, dim] += part * each
+        size[:, dim] = np.minimum(each, size[:, dim] - part * each)
+        kept = size[:, dim] > 0  # shares are rounded up
+        of, start, size = of[kept], start[kept], size[kept]
+        want = joined.want[of]
+        nbytes = nbytes_of(wanted, want, size)
+        joined = replace(joined, piece=joined.piece[of], want=want, start=start, size=size, nbytes=nbytes)
+    return joined
 
 
 def make_flows(joined: Joined, trainers: dict[int, Place], engines: dict[int, Place], *, replicas: int = 1) -> Flows:

@@ -5,7 +5,7 @@ together from them go to the engine's own loader.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megatron_rl.errors import SyncError
 from megatron_rl.layouts.compile import sglang_layouts
+from megatron_rl.layouts.fp8 import with_scales
 from megatron_rl.models import load_table
 from megatron_rl.resharding.delta import Rebuild
 from megatron_rl.resharding.destination import Assembly, NamedTensors, Parameters
 from megatron_rl.resharding.messages import Message
 from megatron_rl.resharding.progress import Progress
-from megatron_rl.resharding.schedule import make_schedule, needed_bytes, receives, streamed_layouts
+from megatron_rl.resharding.schedule import make_schedule, needed_bytes, receives, streamed_layouts, unordered
 from megatron_rl.resharding.spec import LoadReport, Push, SyncSpec, engine_name, trainer_name
 from megatron_rl.resharding.transport.links import PATIENCE_S, STALL_S, Link, Session
 from megatron_rl.resharding.transport.network import Network, join_network
@@ -38,6 +39,7 @@ class Receiver:
         schedule = make_schedule(spec)
         self._messages = receives(schedule, reader)
         self._needed_bytes = needed_bytes(schedule, reader)
+        self._unordered = unordered(schedule, self._messages)
         fetched = [m for m in self._messages if self._is_fetched(m)]
         self._slots = Slots(max((m.nbytes for m in fetched), default=0), next(iter(parameters.values())).device)
         self._takers = sorted({engine_name(spec, r) for m in fetched for r in m.readers if r != reader})
@@ -48,7 +50,8 @@ class Receiver:
         self._device = next(iter(parameters.values())).device
         self._attached: dict[str, Tensor] = {}
         """Buffers of givers, by path."""
-        self._into = Parameters(parameters, self._me)
+        self._in_full = self._messages[self._unordered :] if spec.direct else ()
+        self._into = Parameters(parameters, self._me, self._in_full)
         self._rebuild = Rebuild(self._me, parameters, max((m.nbytes for m in self._messages), default=0))
 
     @torch.no_grad()
@@ -75,7 +78,8 @@ class Receiver:
             self._network.abort()
         self._session = self._network = None
         self._slots.reset()
-        self._attached, self._into, self._rebuild.version = {}, Parameters(self._parameters, self._me), None
+        self._attached, self._rebuild.version = {}, None
+        self._into = Parameters(self._parameters, self._me, self._in_full)
 
     def close(self) -> None:
         """Free the buffers and the links."""
@@ -101,15 +105,16 @@ class Receiver:
             )
             spec, rank = self._spec, self._reader % self._spec.engine.world_size
             if spec.direct:
-                layouts = sglang_layouts(load_table(spec.hf_config), spec.engine, rank, dtype=spec.engine_dtype)
-                check_tensors(self._parameters, layouts, whose=self._me)
+                table, dtype = load_table(spec.hf_config), spec.engine_dtype
+                layouts = sglang_layouts(table, spec.engine, rank, dtype=dtype, quantized=spec.fp8)
+                check_tensors(self._parameters, with_scales(layouts), whose=self._me)
         return self._session
 
     def _receive(self, session: Session, push: Push, load: Callable[[NamedTensors], object]) -> LoadReport:
         start = time.perf_counter()
         into: Parameters | Assembly = self._into
         if not self._spec.direct:
-            into = Assembly(streamed_layouts(self._spec), self._device)
+            into = Assembly(with_scales(streamed_layouts(self._spec)), self._device)
         progress = Progress({giver: {} for giver in session.givers}, into)
         for message in self._messages:
             progress.expected[self._giver(message)][message.number] = message
@@ -151,9 +156,10 @@ class Receiver:
 
     def _due(self, progress: Progress) -> int | None:
         """The number of the offer to deal with now, if there is one; what is fetched needs a slot."""
-        turns: Iterable[int] = progress.offered
-        if not self._spec.direct:
-            turns = [m.number for m in self._messages[progress.taken : progress.taken + 1] if m.number in turns]
+        if not progress.offered:
+            return None
+        last = self._messages[max(self._unordered, progress.taken + 1) - 1].number
+        turns = (n for n in progress.offered if n <= last)
         return next((n for n in turns if self._slots.is_free or not self._is_fetched(progress.offered[n][0])), None)
 
     def _reassure(self, session: Session, progress: Progress) -> None:

@@ -1,20 +1,21 @@
 """The messages of a weight sync. Each rank works out its own from the spec alone, and both sides agree on each."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
-from megatron_rl.layouts.boxes import DTYPE_BYTES, TensorLayout
+from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.layouts.compile import hf_layouts, megatron_ranks, sglang_ranks
+from megatron_rl.layouts.fp8 import DTYPE
 from megatron_rl.models import load_table
 from megatron_rl.resharding.lanes import Lane
-from megatron_rl.resharding.messages import ALIGN_BYTES, Message, Piece
-from megatron_rl.resharding.plan import Flows, make_flows
+from megatron_rl.resharding.messages import ALIGN_BYTES, Message, Piece, scales_of
+from megatron_rl.resharding.plan import Flows, cut, make_flows
+from megatron_rl.resharding.quantized import cut_within_blocks, in_full
 from megatron_rl.resharding.spec import SyncSpec
-from megatron_rl.resharding.tables import Joined, Side, cut, join, shift
+from megatron_rl.resharding.tables import Joined, Layouts, Side, join, shift
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,9 +28,9 @@ class Schedule:
     """Number of each set of readers."""
     window: np.ndarray
     """[F] of each fragment; no message reaches from one into the next, and those of one come before those of the next.
-    All in one where readers write into their parameters."""
-    most_messages: int
-    """That one sender has for one set of readers in a window; 0 where there is one window."""
+    The first is what readers can write as it comes; of the others they hold tensors until they are whole."""
+    most_messages: tuple[int, int]
+    """That one sender has for one set of readers in the first window, and in each of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def streamed_layouts(spec: SyncSpec) -> tuple[TensorLayout, ...]:
 
     Engines load no multi-token prediction layers.
     """
-    return hf_layouts(load_table(spec.hf_config), dtype=spec.engine_dtype, mtp=False)
+    return hf_layouts(load_table(spec.hf_config), dtype=spec.engine_dtype, mtp=False, quantized=spec.fp8)
 
 
 def make_schedule(spec: SyncSpec) -> Schedule:
@@ -61,34 +62,47 @@ def make_schedule(spec: SyncSpec) -> Schedule:
     Raises: LayoutError when a topology cannot hold the model, or an element has no source or two.
     """
     table, placed = load_table(spec.hf_config), spec.placed()
-    sources = megatron_ranks(table, spec.trainer, dtype=spec.trainer_dtype)
+    sources: Layouts = megatron_ranks(table, spec.trainer, dtype=spec.trainer_dtype)
     if spec.direct:
-        targets = sglang_ranks(table, spec.engine, dtype=spec.engine_dtype)
+        targets: Layouts = sglang_ranks(table, spec.engine, dtype=spec.engine_dtype, quantized=spec.fp8)
     else:
         targets = dict.fromkeys(range(spec.engine.world_size), streamed_layouts(spec))
+    whole: set[str] = set()  # HF tensors that are put together before they are of use
+    if spec.fp8:
+        targets, whole = in_full(targets, cut_within_blocks(sources), spec.trainer_dtype)
     joined = cut(join(sources, targets), _aligned_down(spec.bucket_bytes))
     trainers, engines = dict(enumerate(placed.trainers)), dict(enumerate(placed.engines))
     flows = make_flows(joined, trainers, engines, replicas=spec.engines)
     sets = dict.fromkeys(lane.readers for lane in flows.lanes.lanes)
-    window = (np.zeros(len(joined.nbytes), np.int64), 0) if spec.direct else _windows(joined, spec.bucket_bytes)
-    return Schedule(spec, flows, {who: i for i, who in enumerate(sets)}, *window)
+    return Schedule(
+        spec, flows, {who: i for i, who in enumerate(sets)}, *_windows(joined, _units(spec, joined, whole), spec)
+    )
 
 
-def _windows(joined: Joined, bucket_bytes: int) -> tuple[np.ndarray, int]:
-    """The target's tensors in their order, as many to a window as a message could hold, or one that is larger.
+def _units(spec: SyncSpec, joined: Joined, whole: set[str]) -> np.ndarray:
+    """[F] number, in order, of the tensor whose rest a fragment waits for; -1 where it waits for nothing."""
+    wanted = joined.target.areas
+    waits = np.array([joined.target.boxes[box].hf in whole for box in wanted.box], bool)
+    unit = np.where(waits, wanted.hf, -1) if spec.direct else joined.target.tensor[wanted.box]
+    return np.asarray(unit[joined.want])
 
-    A reader that takes messages in order then holds unfinished tensors of one window only.
+
+def _windows(joined: Joined, unit: np.ndarray, spec: SyncSpec) -> tuple[np.ndarray, tuple[int, int]]:
+    """Of each fragment, and the most messages of the first window and of the others.
+
+    The first has what waits for nothing, the others the units in their order, as many as a message could hold, or one
+    that is larger. A reader that takes messages in order then holds unfinished tensors of one window only.
     """
-    tensor = joined.target.tensor[joined.target.areas.box[joined.want]]
-    nbytes = np.bincount(tensor, _aligned(joined.nbytes), len(joined.target.tensors)).astype(np.int64)
+    nbytes = np.bincount(unit + 1, _aligned(joined.nbytes)).astype(np.int64)
     window, used, largest = [0], 0, 0
-    for size in nbytes.tolist():
-        is_new = used > 0 and used + size > bucket_bytes
+    for size in nbytes[1:].tolist():
+        is_new = used + size > spec.bucket_bytes or len(window) == 1
         window.append(window[-1] + is_new)
         used = size if is_new else used + size
         largest = max(largest, used)
     # Two messages in a row hold more than one full one, else they would be one.
-    return np.array(window[1:])[tensor], 2 * -(-largest // bucket_bytes) + 1
+    first, others = (2 * -(-int(n) // spec.bucket_bytes) + 1 for n in (nbytes[0], largest))
+    return np.array(window)[unit + 1], (first, others)
 
 
 def sends(schedule: Schedule, rank: int) -> tuple[Message, ...]:
@@ -143,9 +157,20 @@ def bundles(schedule: Schedule, lanes: Iterable[Lane], *, src: int | None = None
     for (sender, readers, kind, fetcher), parts in runs.items():
         for window, fragments in _by_window(schedule, np.concatenate(parts)):
             packed = _packed(flows.joined.nbytes[fragments], schedule.spec.bucket_bytes)
-            for k, (part, nbytes, payload) in enumerate(packed, start=window * schedule.most_messages):
+            for k, (part, nbytes, payload) in enumerate(packed, start=_messages_before(schedule, window)):
                 number = _number(schedule, k, sender, readers, fetcher)
                 yield Bundle(number, sender, readers, kind, fetcher, nbytes, payload, fragments[part])
+
+
+def unordered(schedule: Schedule, messages: Sequence[Message]) -> int:
+    """How many of them, the first, a reader may take as they come; the others it takes one after the other."""
+    parties = schedule.spec.readers * schedule.spec.trainer.world_size * len(schedule.reader_sets)
+    return sum(m.number < schedule.most_messages[0] * parties for m in messages)
+
+
+def _messages_before(schedule: Schedule, window: int) -> int:
+    first, others = schedule.most_messages
+    return first + (window - 1) * others if window else 0
 
 
 def _by_window(schedule: Schedule, fragments: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -203,7 +228,9 @@ def _messages(
             for box in boxes_of(f):
                 name = side.tensors[side.tensor[box]].name
                 pieces.append(Piece(name, shift(side.boxes[box], start), shape, dtype, at))
-            at += _aligned(prod(shape) * DTYPE_BYTES[dtype])
+                if side is target and dtype == DTYPE:
+                    pieces.append(scales_of(pieces[-1]))
+            at += _aligned(int(joined.nbytes[f]))
         assert at == bundle.nbytes, (at, bundle)
         sizes = bundle.nbytes, bundle.payload_bytes
         messages.append(Message(bundle.number, *parties, *sizes, digest.hexdigest(), tuple(pieces)))

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_rl_kernels import copy_boxes, prepare
 from torch import Tensor
 
 from megatron_rl.errors import SyncError
@@ -13,13 +12,13 @@ from megatron_rl.layouts.compile import megatron_layouts
 from megatron_rl.models import load_table
 from megatron_rl.resharding.delta import Held, clear_gaps
 from megatron_rl.resharding.messages import Message
-from megatron_rl.resharding.schedule import make_schedule, sends
+from megatron_rl.resharding.schedule import make_schedule, sends, unordered
 from megatron_rl.resharding.spec import Push, SendReport, SyncSpec, engine_name, trainer_name
 from megatron_rl.resharding.timer import Timer
 from megatron_rl.resharding.transport.links import Session
 from megatron_rl.resharding.transport.network import Network, join_network
 from megatron_rl.resharding.transport.slots import Slots
-from megatron_rl.resharding.views import check_tensors, checksum_of, message_views, tensor_views
+from megatron_rl.resharding.views import check_tensors, checksum_of, packing
 
 CPU = torch.device("cpu")
 
@@ -31,7 +30,10 @@ class Sender:
         """`device`: where the tensors lie."""
         self._device = device
         self._spec, self._rank, self._me = spec, rank, trainer_name(rank)
-        self._messages = sends(make_schedule(spec), rank)
+        schedule = make_schedule(spec)
+        self._messages = sends(schedule, rank)
+        self._in_full = {m.number for m in self._messages[unordered(schedule, self._messages) :]}
+        """Messages that readers keep in another form, so that they hold nothing which changes could go into."""
         self._layouts = megatron_layouts(load_table(spec.hf_config), spec.trainer, rank, dtype=spec.trainer_dtype)
         self._slots = Slots(max((m.nbytes for m in self._messages), default=0), device)
         self._takers = sorted({engine_name(spec, reader) for m in self._messages for reader in m.takers})
@@ -111,8 +113,7 @@ class Sender:
         memory = self._slots.next(message.nbytes)
         key = memory.data_ptr(), message.number
         if key not in self._packing:
-            slot, own = message_views(memory, message.pieces), tensor_views(tensors, message.pieces)
-            self._packing[key] = prepare(copy_boxes, slot, own)
+            self._packing[key] = packing(memory, message.pieces, tensors)
         if self._spec.delta:
             clear_gaps(memory, message)
         self._packing[key]()
@@ -123,7 +124,7 @@ class Sender:
         with timer("check"):
             whole = checksum_of(memory)
         changes = None
-        if self._spec.delta and not push.compare:
+        if self._spec.delta and not push.compare and message.number not in self._in_full:
             with timer("pack"):
                 changes = self._held.shorten(message, memory)
         if changes is None:

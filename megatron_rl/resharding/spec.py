@@ -7,7 +7,7 @@ from typing import Any
 from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
-from megatron_rl.resharding.messages import ALIGN_BYTES
+from megatron_rl.resharding.messages import ALIGN_BYTES, BLOCK_BYTES
 
 BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Of a message, by device: what stays in a CPU's cache from packing to unpacking; what hides a GPU's launches."""
@@ -43,6 +43,8 @@ class SyncSpec:
     """None: all on one node, each on a device of its own."""
     delta: bool = False
     """Send what changed since the version before, where that is shorter."""
+    fp8: bool = False
+    """The engine keeps linears in FP8, in blocks, as `layouts/fp8.py` says; `engine_dtype` is that of the rest."""
 
     def __post_init__(self) -> None:
         if self.engines < 1 or self.bucket_bytes < ALIGN_BYTES:
@@ -54,6 +56,11 @@ class SyncSpec:
             raise LayoutError(
                 "Changes go into parameters that hold the version before, and the engine's own loader takes whole "
                 "tensors only. Leave delta out."
+            )
+        if self.fp8 and self.bucket_bytes < BLOCK_BYTES:
+            raise LayoutError(
+                f"Messages of {self.bucket_bytes} bytes: an FP8 block with its scale takes {BLOCK_BYTES}, and is not "
+                "cut. Give more."
             )
         placed, ranks = self.placed(), (self.trainer.world_size, self.readers)
         if (len(placed.trainers), len(placed.engines)) != ranks:

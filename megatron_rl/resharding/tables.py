@@ -4,12 +4,13 @@ N boxes, D dims (of the HF tensor that has most; those with fewer get dims of ex
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_rl.errors import LayoutError
-from megatron_rl.layouts.boxes import DTYPE_BYTES, Box, TensorLayout
+from megatron_rl.layouts import fp8
+from megatron_rl.layouts.boxes import NBYTES, Box, TensorLayout
 
 Layouts = Mapping[int, Sequence[TensorLayout]]
 
@@ -51,6 +52,8 @@ class Areas:
     """[K, D]."""
     itemsize: np.ndarray
     """[K] bytes of an element."""
+    block: np.ndarray
+    """[K] rows and columns that share a scale, which travels with them and is not cut; 1 where there are no scales."""
     box: np.ndarray
     """[K] a box of it: the first."""
     ranks: np.ndarray
@@ -73,7 +76,7 @@ class Joined:
     size: np.ndarray
     """[F, D]."""
     nbytes: np.ndarray
-    """[F] in the target's dtype."""
+    """[F] in the target's dtype, with scales."""
 
     def key(self) -> np.ndarray:
         """[F] number of (set of ranks that hold it, set of ranks that want it)."""
@@ -86,7 +89,7 @@ def join(sources: Layouts, targets: Layouts) -> Joined:
 
     Raises: LayoutError when an element has no source, two unlike sources, or two boxes of one target tensor.
     """
-    dims = max((len(b.shape) for side in (sources, targets) for t in _distinct(side) for b in t.boxes), default=1)
+    dims = max((len(b.shape) for side in (sources, targets) for t in distinct(side) for b in t.boxes), default=1)
     numbers: dict[str, int] = {}
     source, target = (_read(side, numbers, dims, by_dtype=side is targets) for side in (sources, targets))
     _check_sources(source)
@@ -106,29 +109,14 @@ def join(sources: Layouts, targets: Layouts) -> Joined:
             f"{wanted.size[area].prod()} elements of {box.hf} {_span(box)} have no source. A source rank is left out, "
             "or the two sides were made from different configs; give every source rank and one config.json to both."
         )
-    return Joined(source, target, piece, want, start, size, elements * wanted.itemsize[want])
+    return Joined(source, target, piece, want, start, size, nbytes_of(wanted, want, size))
 
 
-def cut(joined: Joined, most_bytes: int) -> Joined:
-    """The same with every fragment of at most `most_bytes`: larger ones are cut along the first dim, then the next."""
-    for dim in range(joined.size.shape[1]):
-        size = joined.size
-        below = size[:, dim + 1 :].prod(1) * joined.target.areas.itemsize[joined.want]
-        most = np.maximum(most_bytes // below, 1)
-        parts = -(-size[:, dim] // most)
-        if (parts == 1).all():
-            continue
-        of = np.repeat(np.arange(len(parts)), parts)
-        part = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
-        each = -(-size[:, dim] // parts)[of]
-        start, size = joined.start[of], size[of]
-        start[:, dim] += part * each
-        size[:, dim] = np.minimum(each, size[:, dim] - part * each)
-        kept = size[:, dim] > 0  # shares are rounded up
-        of, start, size = of[kept], start[kept], size[kept]
-        nbytes = size.prod(1) * joined.target.areas.itemsize[joined.want[of]]
-        joined = replace(joined, piece=joined.piece[of], want=joined.want[of], start=start, size=size, nbytes=nbytes)
-    return joined
+def nbytes_of(wanted: Areas, want: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """[F] of rectangles of `wanted`, with their scales."""
+    block = wanted.block[want]
+    scales = np.where(block > 1, (-(-size // block[:, None])).prod(1) * fp8.SCALE_BYTES, 0)
+    return np.asarray(size.prod(1) * wanted.itemsize[want] + scales)
 
 
 def shift(box: Box, start: Sequence[int]) -> tuple[int, ...]:
@@ -138,13 +126,14 @@ def shift(box: Box, start: Sequence[int]) -> tuple[int, ...]:
     return box.offset[:lead] + tuple(int(o + e - s) for o, e, s in here)
 
 
-def _distinct(side: Layouts) -> list[TensorLayout]:
+def distinct(side: Layouts) -> list[TensorLayout]:
+    """Each tensor once, whoever has it."""
     return list({id(t): t for rank in sorted(side) for t in side[rank]}.values())
 
 
 def _read(side: Layouts, numbers: dict[str, int], dims: int, *, by_dtype: bool) -> Side:
     """`numbers`: of HF tensors; grows. by_dtype: what is held in two dtypes is two areas."""
-    tensors = _distinct(side)
+    tensors = distinct(side)
     number = {id(t): i for i, t in enumerate(tensors)}
     tensors_of = {rank: [number[id(t)] for t in side[rank]] for rank in sorted(side)}
     boxes = [box for t in tensors for box in t.boxes]
@@ -153,7 +142,8 @@ def _read(side: Layouts, numbers: dict[str, int], dims: int, *, by_dtype: bool) 
     hf = np.array([numbers.setdefault(b.hf, len(numbers)) for b in boxes], np.int64)
     start = _rows([b.hf_offset for b in boxes], dims, 0)
     size = _rows([b.shape for b in boxes], dims, 1)
-    itemsize = np.array([DTYPE_BYTES[t.dtype] for t in tensors], np.int64)[tensor]
+    itemsize = np.array([NBYTES[t.dtype] for t in tensors], np.int64)[tensor]
+    block = np.array([fp8.BLOCK if t.dtype == fp8.DTYPE else 1 for t in tensors], np.int64)[tensor]
     dtypes = sorted({t.dtype for t in tensors})
     dtype = np.array([dtypes.index(t.dtype) * by_dtype for t in tensors], np.int64)[tensor]
     columns = np.column_stack([hf, start, size, dtype])
@@ -166,7 +156,7 @@ def _read(side: Layouts, numbers: dict[str, int], dims: int, *, by_dtype: bool) 
     ranks, sets = _rank_sets([tuple(h) for h in holders], tensor, area, len(box))
     return Side(
         *(boxes, tensors, tensors_of, first, tensor, area),
-        Areas(hf[box], start[box], size[box], itemsize[box], box, ranks, sets),
+        Areas(hf[box], start[box], size[box], itemsize[box], block[box], box, ranks, sets),
     )
 
 

@@ -1,15 +1,16 @@
 """A plan's rectangles as views of tensors, and the check that the tensors are the declared ones."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import xxhash
-from megatron_rl_kernels import checksum_boxes
+from megatron_rl_kernels import checksum_boxes, copy_boxes, prepare, quantize_boxes
 from torch import Tensor
 
 from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.boxes import TensorLayout
-from megatron_rl.resharding.messages import Piece
+from megatron_rl.layouts.fp8 import DTYPE
+from megatron_rl.resharding.messages import Piece, scales_of
 
 DIFFERENCES_SHOWN = 8
 
@@ -32,6 +33,21 @@ def message_views(memory: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:
 def tensor_views(tensors: Mapping[str, Tensor], pieces: Iterable[Piece]) -> list[Tensor]:
     """The same rectangles where they lie in a rank's tensors."""
     return [copy_view(tensors[p.tensor], p.offset, p.shape) for p in pieces]
+
+
+def packing(memory: Tensor, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    """What fills a message that lies in `memory` from a rank's tensors: copies, casts, makes FP8 with its scales."""
+    copied = [p for p in pieces if p.dtype != DTYPE]
+    quantized = [p for p in pieces if p.dtype == DTYPE]
+    copy = prepare(copy_boxes, message_views(memory, copied), tensor_views(tensors, copied))
+    slots = message_views(memory, quantized), message_views(memory, map(scales_of, quantized))
+    quantize = prepare(quantize_boxes, *slots, [[view] for view in tensor_views(tensors, quantized)])
+
+    def pack() -> None:
+        copy()
+        quantize()
+
+    return pack
 
 
 def checksum_of(memory: Tensor) -> str:

@@ -9,7 +9,7 @@ import ray
 
 from megatron_rl.cluster import gather
 from megatron_rl.config import RolloutConfig, SamplingConfig
-from megatron_rl.errors import BackendError, DataError
+from megatron_rl.errors import BackendError, ConfigError, DataError
 from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.placement import Pool
 from megatron_rl.resharding.spec import Push, SyncSpec
@@ -51,6 +51,10 @@ class Fleet:
         self.nodes = [node for node in places for _ in range(rollout.tp // parts)]
         """Of each rank, engine after engine."""
         self.device = "cuda" if pool.gpus else "cpu"
+        if rollout.fp8 and not pool.gpus:
+            raise ConfigError(
+                "rollout.fp8=true without a GPU: SGLang's kernels for FP8 need one. Set rollout.fp8=false."
+            )
         self._processes: dict[str, Any] = {}
         """Of every part of every engine."""
         self._servers: dict[str, Any] = {}
@@ -213,6 +217,7 @@ def _settings(
         max_running_requests=rollout.max_running_requests,
         start_timeout_s=rollout.start_timeout_s,
         request_timeout_s=rollout.request_timeout_s,
+        fp8=rollout.fp8,
         # A converted checkpoint holds none that SGLang reads: the first push brings all of them.
         sglang={**({"load_format": "dummy"} if is_torch_dist(model_directory) else {}), **rollout.sglang},
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_rl.errors import BackendError, ConfigError
 from megatron_rl.layouts.boxes import TensorLayout
+from megatron_rl.layouts.fp8 import CONFIG
 from megatron_rl.rollout.sglang_cpu.settings import CPU_FLAGS
 
 LOADER = "megatron_rl.rollout.receiver.load"
@@ -37,6 +38,7 @@ OURS = (
     *("disable_shared_experts_fusion", "enforce_shared_experts_fusion"),
 )
 """Set by `command` for every server; another value would break it."""
+SET_BY_FP8 = ("quantization", "load_format", "json_model_override_args")
 _NO_TABLE = "the weight sync knows engines cut by rollout.tp, ep and dp_attention only"
 UNSUPPORTED = {
     "pp_size": _NO_TABLE,
@@ -58,6 +60,12 @@ STREAMED = {
 Each with the reason."""
 AS_EVER = {"moe_runner_backend": "triton", "moe_a2a_backend": "none", "init_expert_location": "trivial"}
 """Values that change nothing."""
+FP8_FLAGS: dict[str, Any] = {
+    "json-model-override-args": {"quantization_config": CONFIG},
+    # The checkpoint is not in FP8: the first push brings all weights.
+    "load-format": "dummy",
+}
+"""Of a server with `rollout.fp8`."""
 _SHORT = {
     "tp": "tp_size",
     "tensor_parallel_size": "tp_size",
@@ -100,6 +108,7 @@ class ServerSettings:
     """That the ranks lie on, as many on each. Every node runs a part of the server."""
     part: int = 0
     """Which part this is; the first answers requests."""
+    fp8: bool = False
     sglang: Mapping[str, Any] = field(default_factory=dict)
     """The user's own options."""
 
@@ -109,10 +118,11 @@ class ServerSettings:
         return f"{self.name} on {socket.gethostname()}" if self.nodes > 1 else self.name
 
 
-def check_sglang_options(options: Mapping[str, Any], *, direct: Iterable[str] = ()) -> None:
+def check_sglang_options(options: Mapping[str, Any], *, direct: Iterable[str] = (), fp8: bool = False) -> None:
     """Raises: ConfigError for an option that SGLang does not have, or that is set elsewhere. Reads source text only.
 
-    direct: config keys that are set and want the engines' parameters to be as the layout tables say.
+    direct: config keys that are set and want the engines' parameters to be as the layout tables say. fp8: whether
+    `rollout.fp8` is set.
     """
     known = _option_names()
     for key in options:
@@ -125,6 +135,8 @@ def check_sglang_options(options: Mapping[str, Any], *, direct: Iterable[str] = 
             raise ConfigError(f"rollout.sglang.{key} is set by the rollout itself: weight sync needs it. Leave it out.")
         if name in UNSUPPORTED:
             raise ConfigError(f"rollout.sglang.{key} does not work here: {UNSUPPORTED[name]}. Leave it out.")
+        if fp8 and name in SET_BY_FP8:
+            raise ConfigError(f"rollout.sglang.{key} with rollout.fp8=true, which sets it. Leave one of them out.")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -197,6 +209,7 @@ def command(settings: ServerSettings, *, port: int, meeting: str | None = None) 
         flags |= {"nnodes": settings.nodes, "node-rank": settings.part, "dist-init-addr": meeting}
     # Left to itself, SGLang may take kernels that want up before gate, in tensors of the same shapes.
     flags |= CPU_FLAGS if settings.device == "cpu" else {"moe-runner-backend": "triton"}
+    flags |= FP8_FLAGS if settings.fp8 else {}
     flags |= {key.replace("_", "-"): value for key, value in settings.sglang.items()}
     return [word for name, value in flags.items() for word in _words(name, value)]
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
 
-from megatron_rl.errors import SyncError
+from megatron_rl.errors import LayoutError, SyncError
+from megatron_rl.layouts import fp8
 from megatron_rl.resharding.receiver import Receiver
 from megatron_rl.resharding.spec import Push, SyncSpec
 from megatron_rl.rollout.options import LOADER
@@ -36,7 +37,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
             state.pop("receiver").close()
         spec = SyncSpec.from_json(message["spec"])
         reader = message["engine"] * spec.engine.world_size + rank
-        state["receiver"] = Receiver(spec, reader, dict(model.named_parameters()))
+        state["receiver"] = Receiver(spec, reader, weights_of(model))
         state["direct"] = spec.direct
     if "receiver" not in state:
         raise SyncError(f"engine rank {rank} has no plan yet: the first message to a server must carry the spec.")
@@ -46,6 +47,26 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     if state["direct"] and hasattr(model, "post_load_weights") and not push.compare:
         # MLA attends with matrices derived from kv_b_proj; SGLang does not refresh them after a custom loader.
         model.post_load_weights()  # type: ignore[operator]
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters, by name. With FP8 weights SGLang has scales of the KV cache too, which no checkpoint here holds.
+
+    They become 1, as without any in a checkpoint; an engine that begins with random weights has random ones.
+    Raises: LayoutError when scales of the weights are no longer those of the checkpoint's blocks.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith((".k_scale", ".v_scale")):
+            parameter.data.fill_(1.0)
+        elif name.endswith(fp8.SCALE) and parameter.dtype != torch.float32:
+            raise LayoutError(
+                f"SGLang keeps {name} as {list(parameter.shape)} {parameter.dtype}: for the kernels of this GPU it "
+                "quantizes weights anew and packs scales. Set rollout.sglang.fp8_gemm_runner_backend=triton."
+            )
+        else:
+            weights[name] = parameter
+    return weights
 
 
 def load_named(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

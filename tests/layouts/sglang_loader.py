@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -30,8 +31,8 @@ from megatron_rl.rollout.sglang_cpu.hooks import activate_cpu
 GROUPS = ("tp", "moe_ep", "moe_tp", "attn_tp", "attn_cp", "pp")
 
 
-def load_rank(checkpoint: Path, cut: SglangTopology, rank: int) -> dict[str, torch.Tensor]:
-    """Parameters of one rank, loaded by SGLang in this process; its process groups only say where the rank stands."""
+def load_rank(checkpoint: Path, cut: SglangTopology, rank: int, **options: Any) -> torch.nn.Module:
+    """One rank's model, loaded by SGLang in this process; its process groups only say where the rank stands."""
     args = ServerArgs(
         model_path=str(checkpoint),
         device="cpu",
@@ -42,6 +43,7 @@ def load_rank(checkpoint: Path, cut: SglangTopology, rank: int) -> dict[str, tor
         attn_dp_size=cut.dp_attention,
         enable_dp_lm_head=cut.dp_lm_head,
         moe_dense_tp_size=cut.moe_dense_tp,
+        **options,
     )
     model_config = ModelConfig.from_server_args(args)
     runtime_context.reset_context()
@@ -50,9 +52,9 @@ def load_rank(checkpoint: Path, cut: SglangTopology, rank: int) -> dict[str, tor
     initialize_dp_attention_flags(args)
     parallel = runtime_context.get_parallel()
     groups = {f"{g}_group": group(getattr(parallel, f"{g}_rank"), getattr(parallel, f"{g}_size")) for g in GROUPS}
+    load_config = LoadConfig(load_format=args.load_format)
     with parallel.override(**groups):
-        model = get_model(model_config=model_config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
-    return dict(model.named_parameters())
+        return get_model(model_config=model_config, load_config=load_config, device_config=DeviceConfig("cpu"))
 
 
 def group(rank: int, size: int) -> SimpleNamespace:
@@ -83,7 +85,7 @@ def build(layout: TensorLayout, weights: dict[str, torch.Tensor]) -> torch.Tenso
 
 
 def differences(checkpoint: Path, cut: SglangTopology, rank: int) -> list[str]:
-    theirs = load_rank(checkpoint, cut, rank)
+    theirs = dict(load_rank(checkpoint, cut, rank).named_parameters())
     table = load_table(json.loads((checkpoint / "config.json").read_text()))
     weights = load_file(checkpoint / "model.safetensors")
     layouts = {t.name: t for t in sglang_layouts(table, cut, rank, dtype="bfloat16")}

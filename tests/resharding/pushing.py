@@ -2,11 +2,12 @@
 
 import itertools
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.layouts.compile import megatron_ranks, sglang_ranks
+from megatron_rl.layouts.fp8 import with_scales
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
@@ -56,42 +58,66 @@ def sources(spec: SyncSpec) -> Mapping[int, tuple[TensorLayout, ...]]:
 def destinations(spec: SyncSpec) -> Mapping[int, tuple[TensorLayout, ...]]:
     """Of one engine."""
     if not spec.direct:
-        return dict.fromkeys(range(spec.engine.world_size), streamed_layouts(spec))
-    return sglang_ranks(load_table(spec.hf_config), spec.engine, dtype=spec.engine_dtype)
+        return dict.fromkeys(range(spec.engine.world_size), with_scales(streamed_layouts(spec)))
+    table = load_table(spec.hf_config)
+    ranks = sglang_ranks(table, spec.engine, dtype=spec.engine_dtype, quantized=spec.fp8)
+    return {rank: with_scales(layouts) for rank, layouts in ranks.items()}
+
+
+Values = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
+"""What stands in a rectangle of an HF tensor: of (name, offset, shape)."""
 
 
 def hf_value(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """What stands in a rectangle of an HF tensor: each element its own number, exact in float32."""
+    """Each element its own number, exact in float32."""
     index = torch.arange(offset[-1], offset[-1] + shape[-1])
     if len(shape) == 2:
         index = torch.arange(offset[0], offset[0] + shape[0])[:, None] * 1009 + index
     return (index + sum(name.encode()) * 17 % 9973).float()
 
 
-def fill(layouts: tuple[TensorLayout, ...]) -> dict[str, Tensor]:
-    """The tensors of a rank that holds the model of `hf_value`; padding is PAD."""
+def values_of(checkpoint: Mapping[str, Tensor]) -> Values:
+    """Those of a checkpoint."""
+    return lambda name, offset, shape: checkpoint[name][
+        tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
+    ]
+
+
+def fill(layouts: tuple[TensorLayout, ...], values: Values = hf_value, *, padding: float = PAD) -> dict[str, Tensor]:
+    """The tensors of a rank that holds a model."""
     tensors = {}
     for layout in layouts:
-        tensor = torch.full(layout.shape, PAD, dtype=getattr(torch, layout.dtype))
+        tensor = torch.full(layout.shape, padding, dtype=getattr(torch, layout.dtype))
         for box in layout.boxes:
             part = tensor[box.offset[0]] if len(box.offset) > len(box.shape) else tensor
             at = box.offset[-len(box.shape) :]
-            part[tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))] = hf_value(
+            part[tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))] = values(
                 box.hf, box.hf_offset, box.shape
             ).to(tensor.dtype)
         tensors[layout.name] = tensor
     return tensors
 
 
-class Pushing:
-    """Trainer ranks that hold the model of `hf_value`, and engine ranks that hold nothing yet."""
+def described(tensor: Tensor) -> list[str | list[int]]:
+    """Dtype and shape, as JSON has them."""
+    return [str(tensor.dtype), list(tensor.shape)]
 
-    def __init__(self, spec: SyncSpec):
+
+def hashed(tensor: Tensor) -> str:
+    """Of its bytes."""
+    return blake2b(tensor.detach().contiguous().view(torch.uint8).numpy(), digest_size=16).hexdigest()
+
+
+class Pushing:
+    """Trainer ranks that hold a model, and engine ranks that hold nothing yet and want to hold another form of it."""
+
+    def __init__(self, spec: SyncSpec, held: Values = hf_value, wanted: Values = hf_value):
         self.spec = spec
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.session = secrets.token_hex(8)
-        self.tensors = {rank: fill(layouts) for rank, layouts in sources(spec).items()}
-        self.wanted = [fill(layouts) for _ in range(spec.engines) for _, layouts in sorted(destinations(spec).items())]
+        self.tensors = {rank: fill(layouts, held) for rank, layouts in sources(spec).items()}
+        ranks = [layouts for _, layouts in sorted(destinations(spec).items())]
+        self.wanted = [fill(layouts, wanted) for _ in range(spec.engines) for layouts in ranks]
         self.parameters = [{name: torch.full_like(t, PAD) for name, t in want.items()} for want in self.wanted]
         self.senders = {rank: Sender(spec, rank) for rank in self.tensors}
         self.receivers = [Receiver(spec, reader, own) for reader, own in enumerate(self.parameters)]
@@ -122,7 +148,7 @@ class Pushing:
     def is_complete(self) -> bool:
         """Whether every engine rank has exactly its own bytes, and its padding is as it was."""
         return all(
-            torch.equal(got[name], want[name])
+            torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8))
             for got, want in zip(self.parameters, self.wanted, strict=True)
             for name in want
         )
@@ -146,8 +172,8 @@ def flip_a_bit(patch: pytest.MonkeyPatch, *, of: int = 0) -> None:
 
 
 @contextmanager
-def pushing(spec: SyncSpec) -> Iterator[Pushing]:
-    it = Pushing(spec)
+def pushing(spec: SyncSpec, **values: Values) -> Iterator[Pushing]:
+    it = Pushing(spec, **values)
     try:
         yield it
     finally:

@@ -9,9 +9,10 @@ import pytest
 from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.boxes import Box, TensorLayout
 from megatron_rl.resharding.lanes import Lanes, make_lanes
+from megatron_rl.resharding.plan import cut
 from megatron_rl.resharding.schedule import make_schedule, receives, sends
 from megatron_rl.resharding.spec import Placement, SyncSpec
-from megatron_rl.resharding.tables import cut, join
+from megatron_rl.resharding.tables import join
 from tests.resharding.pushing import make_spec
 
 Flow = tuple[tuple[int, ...], tuple[int, ...]]

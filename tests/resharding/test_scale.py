@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "kimi_k2": ("kimi_k2", 1024, {**KIMI, "ep": 64, "tp": 8}, PLAIN),
     "kimi_k2_attention_dp": ("kimi_k2", 512, {**KIMI, "ep": 32, "tp": 2}, ATTENTION_DP),
     "qwen3_235b": ("qwen3_235b_a22b", 1024, {**QWEN, "ep": 64, "tp": 8}, PLAIN),
+    "fp8": ("deepseek_v3", 1024, {**DEEPSEEK, "ep": 64, "tp": 8}, {"tp": 16, "ep": 16}),
     "glm4_5": ("glm4_5", 1024, {**GLM, "ep": 32, "tp": 8}, PLAIN),
 }
 ENGINES, PER_NODE = 8, 8
@@ -47,7 +48,8 @@ def traffic_of(name: str, *, colocated: bool = False) -> Traffic:
     theirs = places[: ENGINES * topology.world_size] if colocated else places[world:]
     placement = Placement(tuple(places[:world]), tuple(theirs))
     dtypes, size = ("bfloat16", "bfloat16"), BUCKET_BYTES["cuda"]
-    spec = SyncSpec(PUBLISHED[model], ours, topology, *dtypes, ENGINES, bucket_bytes=size, placement=placement)
+    options = {"bucket_bytes": size, "placement": placement, "fp8": name == "fp8"}
+    spec = SyncSpec(PUBLISHED[model], ours, topology, *dtypes, ENGINES, **options)
     return measure(make_schedule(spec))
 
 
@@ -90,6 +92,21 @@ def test_bytes_of_deepseek_v3_by_hand() -> None:
 
     assert traffic.sent.sum() == ENGINES * (2 * cut + nodes * (2 * whole + bias))
     assert traffic.least_received == ENGINES * (2 * cut + 32 * (2 * whole + bias))
+
+
+def test_bytes_of_deepseek_v3_in_fp8_by_hand() -> None:
+    """A byte an element and 4 for a block of 128 x 128; the way down of keys and values ends within a block."""
+    hidden, layers, sparse, nodes, block = 7168, 61, 58, 2, 128 * 128
+    whole = layers * ((1536 + 576) * hidden + 4 * (12 + 5) * 56)
+    whole += 2 * (layers * (2 * hidden + 1536 + 512) + hidden + sparse * 256 * hidden) + sparse * 256 * 4
+    attention = layers * (128 * 192 * 1536 + 128 * 256 * 512 + 128 * 128 * hidden)
+    quantized = attention + 3 * 3 * 18432 * hidden + sparse * (256 + 1) * 3 * 2048 * hidden
+    cut = quantized + quantized // block * 4 + 2 * 2 * 129280 * hidden
+
+    traffic = traffic_of("fp8")
+
+    assert traffic.sent.sum() == ENGINES * (cut + nodes * whole)
+    assert traffic.least_received == ENGINES * (cut + 16 * whole)
 
 
 def test_the_tool_prints_a_plan_of_1024_ranks_that_takes_under_a_gigabyte(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """The server's command line."""
 
-import pytest
+import json
 
-from megatron_rl.errors import ConfigError
+import pytest
+import torch
+
+from megatron_rl.errors import ConfigError, LayoutError
 from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.rollout.options import LOADER, ServerSettings, check_sglang_options, command, streamed, why_streamed
 from megatron_rl.rollout.receiver import __name__ as receiver_module
+from megatron_rl.rollout.receiver import weights_of
 
 
 def settings(**values: object) -> ServerSettings:
@@ -67,6 +71,32 @@ def test_parameters_that_sglangs_own_loader_made_are_neither_verified_nor_change
     check_sglang_options({"chunked_prefill_size": 64}, direct=["weights.verify"])
     with pytest.raises(ConfigError, match="rollout.sglang.enable-eplb with weights.delta=true.*weights.delta=false"):
         check_sglang_options({"enable-eplb": True}, direct=["weights.delta"])
+
+
+def test_fp8_begins_without_weights_and_is_set_by_its_own_key() -> None:
+    words = command(settings(fp8=True, device="cuda"), port=5)
+    assert words[words.index("--load-format") + 1] == "dummy"
+    override = json.loads(words[words.index("--json-model-override-args") + 1])
+    assert override["quantization_config"]["weight_block_size"] == [128, 128]
+    assert "--load-format" not in command(settings(device="cuda"), port=5)
+
+    check_sglang_options({"fp8_gemm_runner_backend": "triton"}, fp8=True)
+    for option in ("quantization", "load-format", "json_model_override_args"):
+        with pytest.raises(ConfigError, match=f"rollout.sglang.{option} with rollout.fp8=true"):
+            check_sglang_options({option: "x"}, fp8=True)
+
+
+def test_weights_in_fp8_are_taken_without_the_kv_caches_scales_and_not_repacked() -> None:
+    model = torch.nn.Module()
+    for name, value in (("weight", 3.0), ("weight_scale_inv", 2.0), ("k_scale", 5.0), ("v_scale", 7.0)):
+        model.register_parameter(name, torch.nn.Parameter(torch.tensor([value]), requires_grad=False))
+    layer = torch.nn.ModuleDict({"attn": model})
+    assert list(weights_of(layer)) == ["attn.weight", "attn.weight_scale_inv"]
+    assert [model.k_scale.item(), model.v_scale.item()] == [1.0, 1.0]
+
+    model.weight_scale_inv = torch.nn.Parameter(torch.zeros(4, 1, dtype=torch.int32), requires_grad=False)
+    with pytest.raises(LayoutError, match=r"attn.weight_scale_inv as \[4, 1\] torch.int32.*fp8_gemm_runner_backend"):
+        weights_of(layer)
 
 
 def test_a_mapping_is_passed_as_json() -> None:

@@ -12,6 +12,7 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import Attentio
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megatron_rl.rollout.sglang_cpu import attention
+from megatron_rl.rollout.sglang_cpu.fp8 import activate_fp8
 
 TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
@@ -48,6 +49,7 @@ def activate_cpu() -> None:
         "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", _or_plain_positions, HookType.AROUND
     )
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _then_fork, HookType.AROUND)
+    activate_fp8()
 
 
 def _then_fork(original: Callable[[object], None], server_args: object) -> None:

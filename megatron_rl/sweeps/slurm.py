@@ -65,8 +65,20 @@ class Slurm:
     def command(self, point: Point, config: Config) -> list[str]:
         """What submits it. The comment is how a job is found again whose number was not written down.
 
-        cluster.nodes and cluster.gpus_per_node are asked of Slurm too. Raises: ConfigError where sbatch's are others.
+        cluster.nodes and cluster.gpus_per_node are asked of Slurm too. Raises: ConfigError where sbatch's are others,
+        and for paths that mean another place in the job.
         """
+        clone = self._script.resolve().parent.parent
+        for key, path in (
+            ("model.path", config.model.path),
+            ("data.path", config.data.path),
+            ("samples", config.samples),
+        ):
+            if path is not None and not Path(path).is_absolute() and Path.cwd() != clone:
+                raise ConfigError(
+                    f"{key}={path}: jobs run in {clone}, and this is {Path.cwd()}. Write the whole path, or start the "
+                    "sweep there."
+                )
         cluster, wanted = config.cluster, dict(self._given)
         if cluster.nodes is not None:
             if (asked := wanted.setdefault("nodes", cluster.nodes)) != cluster.nodes:

@@ -14,7 +14,9 @@ import pytest
 from megatron_rl.main import read_config
 from megatron_rl.sweeps.command import run_sweep
 
-COMMON = ("-m", "experiment=cpu_digits", "name=tried")
+ROOT = Path(__file__).parents[2]
+PROMPTS = ROOT / "examples" / "digits.jsonl"
+COMMON = ("-m", "experiment=cpu_digits", "name=tried", f"data.path={PROMPTS}")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import ConfigError
+from tests.sweeps.conftest import PROMPTS
 
 Sweep = Callable[..., int]
 
@@ -26,6 +27,10 @@ Sweep = Callable[..., int]
         (["seed=1,2", "hydra/launcher=slurm_grpo", "hydra.launcher.at_once=0"], "at_once=0 lets nothing run"),
         (["seed=1,2", "hydra/launcher=slurm_grpo", "hydra.launcher.sbatch.job_name=x"], "job-name is set by the sweep"),
         (["seed=1,2", "hydra/launcher=slurm_grpo", "cluster.cpus=4"], "point seed_1: .*cluster.cpus=4 with"),
+        (
+            ["seed=1,2", "data.path=a", "hydra/launcher=slurm_grpo", "hydra.launcher.script=/clone/launch/run.sh"],
+            "data.path=a: jobs run in /clone, and this is .* Write the whole path",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(
@@ -68,7 +73,8 @@ def test_a_dry_run_prints_commands_and_plans_and_leaves_nothing(
     assert (code, list(tmp_path.iterdir())) == (0, [])
     assert (
         f"lr_7e-05\n  sbatch --parsable --nodes=2 --exclusive --job-name=lr_7e-05 --comment={runs}/lr_7e-05 "
-        f"--output={runs}/lr_7e-05/log/job.log --open-mode=append '/a b.sh' experiment=cpu_digits algorithm.lr=7e-05 "
+        f"--output={runs}/lr_7e-05/log/job.log --open-mode=append '/a b.sh' "
+        f"experiment=cpu_digits data.path={PROMPTS} algorithm.lr=7e-05 "
         f"runs_dir={runs} name=lr_7e-05\n"
         "  GPUs     2 for the trainer and 1 for engines, on 1 nodes of 8\n"
         "  trainer  tp=1 pp=1 cp=1 ep=2 etp=1\n"

@@ -2,10 +2,11 @@
 export HF_HUB_OFFLINE := 1
 export PYTHONPATH := $(CURDIR)
 PY := .venv/bin/python
+UV := .venv/bin/uv
 # Two processes, which take whole groups of tests (tests/conftest.py) in order.
 TWO := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: env demo bench optuna check test test-fast format
+.PHONY: env demo bench optuna lock check test test-fast format
 
 env:
 	@requirements/install.sh
@@ -30,6 +31,9 @@ build/optuna/complete: requirements/optuna.txt | env
 	rm -rf build/optuna
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target build/optuna -r requirements/optuna.txt
 	touch $@
+
+lock: env  ## requirements/gpu.lock from gpu.txt: what a machine with GPUs gets. No version is raised without need
+	$(UV) pip compile requirements/gpu.txt --python-version 3.12 --python-platform x86_64-manylinux_2_39 --native-tls --no-annotate --no-header --quiet --output-file requirements/gpu.lock
 
 check: env  ## Style and types
 	$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-"""Which tests share a process when several run side by side."""
+"""Which tests run, and which share a process when several run side by side."""
 
 from pathlib import Path
 
@@ -9,7 +9,9 @@ PACKAGES = ("program", "rollout")
 """Their tests share servers and finished runs. They take longest, so they come first."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "network" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("network")]
     items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] not in PACKAGES)
 
 

@@ -83,7 +83,7 @@ def _e4m3() -> np.ndarray:
     exponent, mantissa = code >> 3, code & 7
     values = np.where(exponent > 0, 2.0 ** (exponent - 7) * (1 + mantissa / 8), 2.0**-6 * mantissa / 8)
     values[127] = np.nan
-    return np.concatenate([values, -values]).astype(np.float32)
+    return np.concatenate([values, -values], dtype=np.float32)
 
 
 E4M3 = _e4m3()

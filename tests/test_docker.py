@@ -1,0 +1,92 @@
+"""The image's recipe, without a Docker engine: what it copies exists, what it pins is what requirements/ says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+REQUIREMENTS = ROOT / "requirements"
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+TOOLS = Path(sys.executable).parent
+
+
+def instructions(name: str) -> list[str]:
+    """What follows each `name`, lines joined."""
+    text = re.sub(r"^ *#.*\n", "", DOCKERFILE, flags=re.MULTILINE).replace("\\\n", " ")
+    return [line.partition(" ")[2].strip() for line in text.splitlines() if line.startswith(f"{name} ")]
+
+
+def pins(*names: str) -> dict[str, str]:
+    """Version of each package that the files pin, under the name that registries give it."""
+    lines = [line for name in names for line in (REQUIREMENTS / name).read_text().splitlines()]
+    pairs = [line.split("==") for line in lines if line and not line.startswith(("#", "-", " "))]
+    return {re.sub(r"[-_.]+", "-", name.partition("[")[0]).lower(): version for name, version in pairs}
+
+
+def test_hadolint_finds_nothing() -> None:
+    found = subprocess.run([TOOLS / "hadolint", ROOT / "docker" / "Dockerfile"], capture_output=True, text=True)
+
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+def test_what_it_copies_exists_and_reaches_the_builder() -> None:
+    ignored = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    sources = [s for line in instructions("COPY") if not line.startswith("--from") for s in line.split()[:-1]]
+
+    assert {"megatron_rl/", "requirements/", "setup.py"} <= set(sources)
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert f"!{source}" in ignored, source
+    assert {line[1:] for line in ignored if line.startswith("!")} == set(sources)
+
+
+def test_what_no_registry_of_packages_has_is_pinned_once() -> None:
+    (cuda, apex, _), build = instructions("ARG")[:3], instructions("FROM")
+
+    assert re.fullmatch(r"CUDA_IMAGE=nvidia/cuda:13\.\d+\.\d+-cudnn-devel-ubuntu24\.04@sha256:[0-9a-f]{64}", cuda)
+    assert re.fullmatch(r"APEX_COMMIT=[0-9a-f]{40}", apex)
+    assert build == ["${CUDA_IMAGE} AS base", "base AS build", "base AS run"]
+    assert not re.search(r"pip install[^\n]*==", DOCKERFILE)  # versions are those of requirements/
+    torchs = pins("gpu.lock")["cuda-toolkit"]  # what torch's wheel brings
+    assert cuda.partition(":")[2].split(".")[:2] == torchs.split(".")[:2]
+
+
+def test_it_runs_as_nobody_in_particular_and_says_how_it_is() -> None:
+    last = DOCKERFILE[DOCKERFILE.rindex("FROM base AS run") :]
+
+    assert re.findall(r"^USER (.*)", last, flags=re.MULTILINE) == ["1001"]
+    assert "HEALTHCHECK" in last
+
+
+def test_the_lock_has_what_is_asked_for_and_what_runs_without_a_gpu() -> None:
+    lock = pins("gpu.lock")
+
+    for asked in (pins("base.txt", "gpu.txt"), pins("base.txt", "cpu.txt", "cpu-nodeps.txt")):
+        assert {name: lock.get(name) for name in asked} == asked
+    (first,) = re.findall(r"\^\(([\w|]+)\)==", DOCKERFILE)
+    assert set(first.split("|")) <= set(lock)
+    assert {"sglang-kernel", "flashinfer-python", "sgl-deep-ep", "transformer-engine-torch"} <= set(lock)
+
+
+def test_the_lock_of_a_machine_without_a_gpu_has_what_is_asked_for() -> None:
+    lock = pins("cpu.lock")
+    asked = pins("base.txt", "cpu.txt", "dev.txt")
+
+    assert {name: lock.get(name) for name in asked} == asked
+
+
+@pytest.mark.network
+def test_every_version_of_the_lock_is_there_and_goes_with_the_others(tmp_path: Path) -> None:
+    command = re.search(r"^lock:.*\n\t(.*)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert command is not None
+    words = command[1].replace("$(UV)", str(TOOLS / "uv")).split()
+    again = tmp_path / "gpu.lock"
+    again.write_text((REQUIREMENTS / "gpu.lock").read_text())  # as `make lock` finds it: no newer versions are taken
+
+    done = subprocess.run([*words[:-1], again], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert again.read_text() == (REQUIREMENTS / "gpu.lock").read_text()

@@ -1,5 +1,6 @@
 """What a model family has to say, and how it reads a Hugging Face config."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ EXPERTS = {"moe_ffn_hidden_size": "moe_intermediate_size", "moe_router_topk": "n
 """megatron-core's names of HF keys, for `rename`."""
 FIXED = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
 """What the families here have in common without saying it in config.json."""
+MAY_BE_0 = ("first_k_dense_replace", "num_nextn_predict_layers")
+"""Sizes; every other one is at least 1."""
 SCALING = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
@@ -60,15 +63,43 @@ class Family:
 def read(hf: HfConfig, key: str, *or_else: str) -> Any:
     """A value that the model cannot be built without, under the first of its names that is there.
 
-    Raises: ConfigError when config.json lacks it, says null, or has what is no number.
+    Raises: ConfigError when config.json lacks it, says null, or has what it cannot be.
     """
     for name in (key, *or_else):
         value = hf.get(name)
         if value is not None:
-            if not isinstance(value, int | float) or value < 0:
-                raise ConfigError(f"config.json has {name}={value!r}: a size is a number of at least 0. Mend it.")
-            return value
+            return OTHERS[name](name, value) if name in OTHERS else whole(name, value)
     raise ConfigError(f"config.json of {hf['architectures'][0]} has no {key!r}: the model's shape is unknown. Add it.")
+
+
+def whole(name: str, value: Any) -> int:
+    """The value of a size or a count. Raises: ConfigError when it is none."""
+    least = int(name not in MAY_BE_0)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"config.json has {name}={value!r}: a size is a whole number of at least {least}. Mend it.")
+    return value
+
+
+def switch(name: str, value: Any) -> bool:
+    """The value of what is on or off. Raises: ConfigError when it is neither."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"config.json has {name}={value!r}, where true or false has to be. Mend it.")
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    """The value of a factor or the like. Raises: ConfigError when it is no positive number."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json has {name}={value!r}, where a number above 0 has to be. Mend it.")
+    return value
+
+
+OTHERS: dict[str, Callable[[str, Any], Any]] = {
+    "rms_norm_eps": number,
+    "routed_scaling_factor": number,
+    "norm_topk_prob": switch,
+}
+"""HF keys whose value is no size."""
 
 
 def rename(hf: HfConfig, names: Mapping[str, str]) -> dict[str, Any]:
@@ -97,12 +128,18 @@ def refuse(hf: HfConfig, supported: Mapping[str, Any]) -> None:
 def rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None]:
     """(base, scaling or None), from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
     new = hf.get("rope_parameters")
-    scaling = dict(new if new is not None else hf.get("rope_scaling") or {})
+    given = new if new is not None else hf.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"config.json scales positions by {given!r}, which is no object. Copy it from the original.")
+    scaling = dict(given)
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     base = scaling.pop("rope_theta", hf.get("rope_theta"))
     if base is None:
         raise ConfigError("config.json gives no rope_theta: positions cannot be encoded. Add it.")
-    return float(base), None if kind == "default" else {**scaling, "rope_type": kind}
+    for key, value in scaling.items():
+        if isinstance(value, str) or key in {key for keys in SCALING.values() for key in keys}:
+            number(f"{key} of rope_scaling", value)
+    return float(number("rope_theta", base)), None if kind == "default" else {**scaling, "rope_type": kind}
 
 
 def unscaled_rotary(hf: HfConfig) -> float:
@@ -120,7 +157,7 @@ def head_dim(hf: HfConfig) -> int:
     if hf.get("head_dim") is not None:
         return int(read(hf, "head_dim"))
     hidden, heads = read(hf, "hidden_size"), read(hf, "num_attention_heads")
-    if not heads or hidden % heads:
+    if hidden % heads:
         raise ConfigError(
             f"config.json has no head_dim, and hidden_size={hidden} is no multiple of num_attention_heads={heads}: "
             "the size of a head is unknown. Add head_dim."

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_rl.layouts.table import Table
 from megatron_rl.models import noaux
-from megatron_rl.models.family import Architecture, Family, HfConfig, head_dim, read, unscaled_rotary
+from megatron_rl.models.family import Architecture, Family, HfConfig, head_dim, number, read, unscaled_rotary
 from megatron_rl.models.rows import grouped_attention
 
 SUPPORTED: dict[str, Any] = noaux.SUPPORTED
@@ -48,7 +48,8 @@ def _is_set(hf: HfConfig, key: str) -> bool:
 
 def _rotary_percent(hf: HfConfig) -> float:
     places: tuple[HfConfig, HfConfig] = (hf.get("rope_parameters") or {}, hf)
-    return float(next((p["partial_rotary_factor"] for p in places if "partial_rotary_factor" in p), 0.5))  # as above
+    share = next((p["partial_rotary_factor"] for p in places if "partial_rotary_factor" in p), 0.5)  # as above
+    return number("partial_rotary_factor", share)
 
 
 FAMILY = Family(supported=SUPPORTED, architecture=architecture, table=table)

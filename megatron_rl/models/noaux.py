@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Row, Table
-from megatron_rl.models.family import COMMON, EXPERTS, FIXED, HfConfig, read, rename
+from megatron_rl.models.family import COMMON, EXPERTS, FIXED, HfConfig, read, rename, whole
 from megatron_rl.models.rows import (
     decoder,
     dense_mlp,
@@ -75,7 +75,7 @@ def megatron(hf: HfConfig) -> dict[str, Any]:
 
 
 def _prediction_layers(hf: HfConfig) -> int:
-    return int(hf.get("num_nextn_predict_layers") or 0)
+    return whole("num_nextn_predict_layers", hf.get("num_nextn_predict_layers") or 0)
 
 
 def _moe(hf: HfConfig, sglang_router_dtype: str | None) -> tuple[Row, ...]:

@@ -101,6 +101,8 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     if not (run.model.exists() and complete(run.checkpoints)):  # without a checkpoint the config may have changed
         make_model(config, run.model, characters(questions, config.data.template))
     hf = read_hf_config(run.model)
+    if note := rounding(hf, config.trainer.dtype):
+        metrics.status(note)
     context = hf["max_position_embeddings"]
     longest = {
         "max_prompt_tokens": longest_prompt(config, context=context),
@@ -138,6 +140,13 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     with written_whole(run.hf) as unfinished:
         trainer.export(unfinished)
     metrics.summary(results(run))
+
+
+def rounding(hf: dict[str, Any], dtype: str) -> str | None:
+    """What the user should know of a cast at the start."""
+    if hf.get("dtype", hf.get("torch_dtype")) != "float32" or dtype == "float32":
+        return None
+    return f"the checkpoint is float32: its weights are rounded to trainer.dtype={dtype} before the first step"
 
 
 def make_model(config: Config, directory: Path, characters: str) -> None:

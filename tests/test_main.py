@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import BackendError
-from megatron_rl.main import is_finished, make_model
+from megatron_rl.main import is_finished, make_model, rounding
 from megatron_rl.run_directory import RunDirectory
 
 
@@ -39,3 +39,11 @@ def test_a_full_disk_under_the_starting_model_is_named_and_leaves_none(tmp_path:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (tmp_path / "model").exists()
+
+
+def test_a_cast_of_the_starting_weights_is_said() -> None:
+    assert rounding({"torch_dtype": "float32"}, "bfloat16") == (
+        "the checkpoint is float32: its weights are rounded to trainer.dtype=bfloat16 before the first step"
+    )
+    for stored, dtype in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
+        assert rounding({"dtype": stored}, dtype) is None

@@ -21,12 +21,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.checks import check  # noqa: E402
 from megatron_rl.config import load_config  # noqa: E402
 from megatron_rl.convert.fp8 import without_quantization  # noqa: E402
 from megatron_rl.errors import ConfigError, DataError, LayoutError  # noqa: E402
 from megatron_rl.layouts.megatron_topology import MegatronTopology  # noqa: E402
 from megatron_rl.layouts.sglang_topology import SglangTopology  # noqa: E402
+from megatron_rl.main import read_config  # noqa: E402
 from megatron_rl.models import load_table  # noqa: E402
 from megatron_rl.resharding.schedule import make_schedule, receives, sends  # noqa: E402
 from megatron_rl.resharding.spec import Placement, SyncSpec  # noqa: E402
@@ -69,7 +69,7 @@ def plan_of_run(overrides: Sequence[str]) -> int:
     try:
         config = load_config(overrides)
         print(describe(config, plan_run(config)))
-        check(config)
+        read_config(overrides)
     except (ConfigError, LayoutError) as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2

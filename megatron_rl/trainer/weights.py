@@ -42,11 +42,13 @@ def import_hf(
     layouts: Iterable[TensorLayout],
     *,
     aliases: Mapping[str, str] = MappingProxyType({}),
+    pinned: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Fill this rank's tensors from a checkpoint, reading only what they need; padding becomes 0.
 
-    aliases: HF tensors that have to equal others, where the checkpoint holds them.
-    Raises: DataError when a tensor is missing, too small, or differs from its alias.
+    aliases: HF tensors that have to equal others, where the checkpoint holds them. pinned: dtypes that HF tensors keep
+    whatever dtype the model runs in.
+    Raises: DataError when a tensor is missing, too small, differs from its alias, or was cast.
     """
     files = files_of(directory)
     copies: dict[str, list[str]] = {}
@@ -67,6 +69,13 @@ def import_hf(
                 if box.hf not in files:
                     raise DataError(_missing(directory, box.hf, layout.name))
                 part = _read(opened(files[box.hf]), files[box.hf], box.hf, box)
+                found = str(part.dtype).removeprefix("torch.")
+                if found != pinned.get(box.hf, found):
+                    raise DataError(
+                        f"{box.hf} in {files[box.hf]} is {found}, and the model keeps it in {pinned[box.hf]}: rounded, "
+                        "it sends tokens to other experts, and the cast has lost what it was. Take it from the "
+                        f"original checkpoint, or, where that has no other, save it as {pinned[box.hf]} yourself."
+                    )
                 copy_view(tensor, box.offset, box.shape).copy_(part)
                 for alias in copies.get(box.hf, ()):
                     if not torch.equal(_read(opened(files[alias]), files[alias], alias, box), part):

@@ -88,7 +88,8 @@ class Worker:
         if is_torch_dist(self.source):
             state.load_converted(self.source, self.chunks)
         else:
-            weights.import_hf(self.source, self.tensors, self.layouts, aliases=self.table.aliases)
+            pinned = {layout.name: layout.dtype for layout in hf_layouts(self.table, dtype="") if layout.dtype}
+            weights.import_hf(self.source, self.tensors, self.layouts, aliases=self.table.aliases, pinned=pinned)
         layers = [f"{c.layers.start} to {c.layers.stop - 1}" for c in self.topology.chunks(self.rank)]
         size = sum(tensor.numel() for tensor in self.tensors.values()) / 1e6
         logger.info("%s: layers %s, %.3f M parameters", self.topology.coordinates(self.rank), ", ".join(layers), size)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.errors import BackendError, ConfigError, DataError
@@ -247,3 +247,18 @@ def test_a_rank_file_that_was_cut_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"rank-0\.pt is damaged \(RuntimeError.*Remove the directory .*step_000003:"):
         state.read(path)
+
+
+def test_a_router_bias_that_was_cast_is_refused_and_not_cast_back(tmp_path: Path) -> None:
+    directory, name = (
+        write_checkpoint(tmp_path / "hf", "deepseek_v3"),
+        "model.layers.1.mlp.gate.e_score_correction_bias",
+    )
+    path = Path(directory) / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, name: tensors[name].bfloat16()}, path, metadata={"format": "pt"})
+
+    with pytest.raises(
+        DataError, match=rf"{name} in .* is bfloat16, and the model keeps it in float32: .*Take it from"
+    ):
+        run_ranks(1, start, make_config(), directory, f"file://{tmp_path}/meeting")

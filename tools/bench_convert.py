@@ -4,7 +4,8 @@
 
 A Qwen3-MoE-shaped checkpoint of random bytes is made on the spot, imported, exported, and compared bit for bit. `cp`
 and conversions all end with their bytes on disk (fsync), in turns, from the same files. Memory is the peak of the sum
-over the processes of PSS, in which a page that several share counts once; the sum of RSS counts it once for each.
+over the processes of PSS, in which a page that several share counts once; the sum of RSS counts it once for each. The
+exit code is 1 when something differs or a limit is missed; speed is compared from 4 GB on.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from megatron_rl.models import load_table  # noqa: E402
 CONVERT = [sys.executable, str(ROOT / "tools" / "convert")]
 SAMPLE_S = 0.25
 MAX_PEAK_BYTES, MIN_SPEED = 2e9, 0.5
+SPEED_FROM_BYTES = 4e9
+"""Below, the start of a command takes most of its time, and its speed says nothing."""
 BLOCK_BYTES = 16 << 20
 
 
@@ -212,8 +215,24 @@ def run(root: Path, gb: float) -> None:
         f"killed half-way and started again: {redone / 1e6:.0f} MB redone of {total / 1e6:.0f}, in files of at most "
         f"{unit / 1e6:.0f}; the result is {'the same' if whole else 'DIFFERENT'}"
     )
-    if not equal or not whole:
+    over = [
+        *over_limits("import", nbytes, speed=copy_s / import_s, peak_bytes=imported.peak_pss),
+        *over_limits("export", nbytes, speed=copy_s / export_s, peak_bytes=exported.peak_pss),
+    ]
+    for line in over:
+        print(line, file=sys.stderr)
+    if over or not equal or not whole:
         raise SystemExit(1)
+
+
+def over_limits(what: str, nbytes: int, *, speed: float, peak_bytes: float) -> list[str]:
+    """A line for each limit that a conversion of so many bytes misses; `speed` is a share of cp's."""
+    limits = {
+        f"{what} takes {peak_bytes / 1e9:.2f} GB, more than {MAX_PEAK_BYTES / 1e9:.0f}": peak_bytes > MAX_PEAK_BYTES,
+        f"{what} has {speed:.2f} of cp's speed, less than {MIN_SPEED}": nbytes >= SPEED_FROM_BYTES
+        and speed < MIN_SPEED,
+    }
+    return [text for text, is_missed in limits.items() if is_missed]
 
 
 if __name__ == "__main__":

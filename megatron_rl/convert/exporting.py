@@ -68,7 +68,8 @@ def export_checkpoint(directory: Path, out: Path, *, processes: int, quantize: b
     files = _files(checkpoint, tensors, quantize=quantize)
     total = sum(hf_files.nbytes(tensor) for group in files.values() for tensor in group)
     done = sum(path.stat().st_blocks * 512 for path in (partial / WHOLE).glob("*.safetensors"))
-    check_space(total - done, out)
+    beside = sum(path.stat().st_size for path in hf_files.companions(checkpoint.model))
+    check_space(total + beside - done, out)
     with own(partial, _fingerprint(checkpoint, quantize=quantize)):
         places = _headers(partial / WHOLE, files)
         groups = batches(tensors, lambda tensor: tensor.nbytes, UNIT_BYTES)

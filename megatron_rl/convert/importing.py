@@ -95,7 +95,8 @@ def import_checkpoint(directory: Path, out: Path, *, processes: int) -> list[str
     unit_bytes = max(min(UNIT_BYTES, total // UNITS), 1)
     partial = partial_of(out)
     done = sum(path.stat().st_size for path in (partial / WHOLE).glob("*" + torch_dist.SUFFIX))
-    check_space(total - done, out)
+    beside = sum(path.stat().st_size for path in companions(directory))
+    check_space(total + beside - done, out)
     with own(partial, fingerprint(found, unit_bytes=unit_bytes)), Child() as child:
         placement, units = child(_plan, found, partial, unit_bytes)
         todo = [unit for unit in units if not unit.record.exists()]

@@ -88,7 +88,10 @@ def check_space(nbytes: int, out: Path) -> None:
 
 
 def write_record(path: Path, content: object) -> None:
-    """Write what a whole unit holds, as JSON: the record is there whole, or not at all."""
+    """Write what a whole unit holds, as JSON: the record is there whole, or not at all, even when the machine stops."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content))
+    with open(temporary, "w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.rename(temporary, path)

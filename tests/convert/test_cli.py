@@ -1,5 +1,6 @@
 """The commands as a user types them: exit codes, words, a kill in the middle."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -80,6 +81,20 @@ def test_progress_without_a_terminal_is_plain_lines(capsys: pytest.CaptureFixtur
     assert [re.sub(r"\d+ MB/s", "N MB/s", line) for line in lines] == [
         "import  1.00 of 3.00 GB  N MB/s  0:00:00 left",
         "import  3.00 of 3.00 GB  N MB/s  0:00:00 left",
+    ]
+
+
+def test_the_benchmark_says_which_limit_was_missed() -> None:
+    spec = importlib.util.spec_from_file_location("bench_convert", ROOT / "tools" / "bench_convert.py")
+    assert spec is not None and spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+
+    assert bench.over_limits("import", 8_000_000_000, speed=0.5, peak_bytes=2e9) == []
+    assert bench.over_limits("export", 256_000_000, speed=0.1, peak_bytes=1e9) == []  # all of it is the start
+    assert bench.over_limits("export", 8_000_000_000, speed=0.45, peak_bytes=2.1e9) == [
+        "export takes 2.10 GB, more than 2",
+        "export has 0.45 of cp's speed, less than 0.5",
     ]
 
 

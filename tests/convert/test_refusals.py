@@ -1,6 +1,8 @@
 """What cannot be converted is refused by name, before a byte is written, with the mend."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor
 from megatron_rl.convert.exporting import export_checkpoint
 from megatron_rl.convert.importing import import_checkpoint
 from megatron_rl.convert.source import fingerprint, read_source
-from megatron_rl.convert.unfinished import check_space, own, partial_of
+from megatron_rl.convert.unfinished import check_space, own, partial_of, write_record
 from megatron_rl.convert.verifying import verify_checkpoint
 from megatron_rl.errors import BackendError, ConfigError, DataError
 from megatron_rl.models import load_table
@@ -204,6 +206,25 @@ def test_an_out_directory_in_use(hf: Path, tmp_path: Path) -> None:
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"1010000\.00 GB are needed for .*out and .* free there\. Free .* GB, or"):
         check_space(10**15, tmp_path / "out")
+
+
+def test_a_disk_without_room_for_what_goes_with_the_weights(hf: Path, tmp_path: Path) -> None:
+    with open(hf / "tokenizer.model", "wb") as companion:  # sparse: it takes nothing
+        companion.truncate(shutil.disk_usage(tmp_path).free)
+
+    refused(hf, BackendError, r"GB are needed for .*out and .* free there\. Free .* GB, or")
+
+
+def test_a_record_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (steps.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (steps.append(str(b)), rename(a, b)))
+
+    write_record(tmp_path / "unit-1.json", {"file": [7, "x"]})
+
+    assert steps == [str(tmp_path / "unit-1.tmp"), str(tmp_path / "unit-1.json")]
+    assert json.loads((tmp_path / "unit-1.json").read_text()) == {"file": [7, "x"]}
 
 
 def test_a_source_that_changed_before_the_import_went_on(tmp_path: Path) -> None:

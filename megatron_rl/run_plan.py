@@ -60,6 +60,7 @@ def plan_run(config: Config, *, with_sync: bool = True) -> RunPlan:
             engines=config.rollout.engines,
             bucket_bytes=BUCKET_BYTES["cuda"],
             direct=not streamed(config.rollout.sglang),
+            fp8=config.rollout.fp8,
             placement=Placement(*places),
         )
         sync = measure(make_schedule(spec))

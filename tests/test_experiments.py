@@ -86,15 +86,18 @@ def test_its_sync_sends_every_rank_its_bytes_once(name: str, directory: Path) ->
     assert sync.fetched.sum() + sync.in_node.sum() == sync.least_received > 0
 
 
-def test_kimi_fits_smaller_gpus_as_its_comment_says(directory: Path) -> None:
-    text = (CONFIG_DIR / "experiment" / "kimi_k2_32_nodes.yaml").read_text()
-    words = text.partition("take 48: ")[2].partition("defaults:")[0].replace("#", " ").split()
-    load("kimi_k2_32_nodes", directory)
-    config = load_config(["experiment=kimi_k2_32_nodes", f"model.path={directory}", "data.path=x", *words])
+@pytest.mark.parametrize(
+    ("name", "before", "nodes"), [("kimi_k2_32_nodes", "take 48: ", 48), ("deepseek_v3_32_nodes", "in FP8: ", 32)]
+)
+def test_it_fits_otherwise_too_as_its_comment_says(name: str, before: str, nodes: int, directory: Path) -> None:
+    text = (CONFIG_DIR / "experiment" / f"{name}.yaml").read_text()
+    words = text.partition(before)[2].partition("defaults:")[0].replace("#", " ").split()
+    load(name, directory)
+    config = load_config([f"experiment={name}", f"model.path={directory}", "data.path=x", *words])
     plan = plan_run(config, with_sync=False)
 
     check(config)
-    assert plan.trainer_gpus + plan.engine_gpus == 8 * 48
+    assert len(words) >= 6 and plan.trainer_gpus + plan.engine_gpus == 8 * nodes
     assert max(sum(use.values()) for use in plan.uses.values()) < 0.92 * 85e9
 
 

@@ -106,6 +106,16 @@ def test_an_engine_of_deepseek_v3_holds_its_way_up_twice() -> None:
     assert use["weights"] == pytest.approx(43.9e9 + 61 * 4 * (128 + 128) * 512 * 2, rel=2e-3)
 
 
+def test_an_engine_in_fp8_holds_half_of_its_linears_and_their_scales() -> None:
+    hidden, expert, layers, vocab = 2048, 768, 48, 151936
+    linears = layers * (2 * (32 + 4) * 128 * hidden + 128 * 3 * expert * hidden)
+    rest = layers * (2 * hidden + 2 * 128 + 128 * hidden) + hidden + 2 * vocab * hidden
+
+    use = measure(PUBLISHED["qwen3_30b_a3b"], "rollout.fp8=true", "trainer.world_size=2")["engine"]
+
+    assert use["weights"] == linears + linears // 128**2 * 4 + 2 * rest
+
+
 @pytest.mark.parametrize("model", sorted(PUBLISHED))
 def test_every_family_can_be_measured(model: str) -> None:
     found = measure(PUBLISHED[model], "parallel.ep=1", "trainer.world_size=1")

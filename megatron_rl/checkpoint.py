@@ -22,6 +22,10 @@ _NAME = re.compile(r"step_(\d{6,})")
 _PARTIAL = ".partial"
 
 
+class Stopped(BaseException):
+    """The run was asked to stop and has saved what can be saved. Not a failure: main.py alone catches it."""
+
+
 class Stateful(Protocol):
     """Something with a position that has to survive a restart."""
 
@@ -41,6 +45,16 @@ class Checkpoints:
         """every: steps between checkpoints, 0 for none. keep: complete ones kept."""
         self.directory, self.trainer, self.prompts = directory, trainer, prompts
         self.steps, self.every, self.keep = steps, every, keep
+        self._stop_asked = False
+
+    def stop_soon(self) -> None:
+        """The step in work shall be this process's last. Only sets a flag: signal handlers call it."""
+        self._stop_asked = True
+
+    def stop_if_asked(self, lost: str) -> None:
+        """Where nothing can be saved. Raises: Stopped, which says that `lost` is."""
+        if self._stop_asked:
+            raise Stopped(f"{lost}. The same command starts again")
 
     def restore(self) -> int | None:
         """Load the newest complete checkpoint. Returns its step; None when there is no checkpoint."""
@@ -60,13 +74,14 @@ class Checkpoints:
         return step
 
     def due(self, step: int) -> bool:
-        """Every `every` steps, and at the last one."""
-        return self.every > 0 and (step == self.steps or step % self.every == 0)
+        """Every `every` steps, at the last one, and when a stop was asked for."""
+        return self._stop_asked or (self.every > 0 and (step == self.steps or step % self.every == 0))
 
     def save(self, step: int) -> Path:
         """Write the checkpoint of `step` and drop the oldest beyond `keep`.
 
-        Raises: BackendError when the disk refuses; earlier checkpoints are untouched.
+        Raises: BackendError when the disk refuses; earlier checkpoints are untouched. Stopped when it was asked for and
+        steps are left.
         """
         final = self.directory / f"step_{step:06d}"
         partial = final.with_name(final.name + _PARTIAL)
@@ -91,6 +106,8 @@ class Checkpoints:
         for _, old in complete(self.directory)[: -self.keep]:
             shutil.rmtree(old)
         logger.info("saved %s", final)
+        if self._stop_asked and step < self.steps:
+            raise Stopped(f"{final} is saved. The same command resumes")
         return final
 
 

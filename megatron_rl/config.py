@@ -347,7 +347,7 @@ class CheckpointConfig:
     """Resumable checkpoints below runs/<name>/checkpoints."""
 
     every: int = 50
-    """Steps between checkpoints; the last step is always saved. 0 saves nothing."""
+    """Steps between checkpoints; the last step is always saved. 0 saves only when SIGUSR1 asks for it."""
     keep: int = 2
     """Complete checkpoints kept; older ones are removed."""
 

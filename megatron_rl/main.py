@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint import STATE, Checkpoints, complete
+from megatron_rl.checkpoint import STATE, Checkpoints, Stopped, complete
 from megatron_rl.checks import check, cpus_needed, engine_of, longest_demonstration, longest_prompt, topology_of
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
@@ -31,16 +31,20 @@ USAGE = """usage: megatron-rl [-m [--dry-run]] experiment=NAME [key=value ...]
   -m                a sweep: one run for each of key=value,value; hydra/launcher=slurm_grpo submits each to Slurm
   --dry-run         prints what the sweep would start, and what each run would take
 """
-DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, REFUSED, STOPPED, INTERRUPTED = 0, 1, 2, 85, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for. Returns the exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Run what the command line asks for.
+
+    Returns: the exit code: 0 done, 1 failed, 2 refused, 85 stopped by SIGUSR1 after a checkpoint, 130 interrupted.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE if arguments else REFUSED
     signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGUSR1, _stop)
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # that Transformer Engine is not there
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nor a CUDA runtime
     try:
@@ -58,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SyncError, BackendError) as error:
         print(f"\nfailed: {error}", file=sys.stderr)
         return FAILED
+    except Stopped as stopped:
+        print(f"\nstopped: {stopped}", file=sys.stderr)
+        return STOPPED
     except (KeyboardInterrupt, SystemExit):  # the latter from Ray's handler of SIGTERM, while Ray starts
         print("\ninterrupted; the same command resumes from the newest checkpoint", file=sys.stderr)
         return INTERRUPTED
@@ -74,6 +81,12 @@ def read_config(arguments: Sequence[str]) -> Config:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def _stop(*_: object) -> None:
+    """SIGUSR1 where there is nothing to save: before training, and with mode=rollout_only."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    raise Stopped("there was nothing to save yet. The same command goes on")
 
 
 def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
@@ -115,11 +128,13 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
         sample(config, prompts, fleet, scoring, metrics)
         metrics.summary(results(run))
         return
+    saver = checkpoints(config, run, trainer=trainer, prompts=prompts)
+    signal.signal(signal.SIGUSR1, lambda *_: saver.stop_soon())
     training: dict[str, Any] = {
         "prompts": prompts,
         "trainer": trainer,
         "pack": packer(config, hf),
-        "checkpoint": checkpoints(config, run, trainer=trainer, prompts=prompts),
+        "checkpoint": saver,
         "metrics": metrics,
     }
     if config.mode == "sft":

@@ -34,10 +34,11 @@ def warm_start(config: Config, parts: Training) -> int:
     if config.sft.steps > 0:
         p.trainer.begin("sft")
         for step in range(1, config.sft.steps + 1):
+            p.checkpoint.stop_if_asked(f"{step - 1} of the warm start's {config.sft.steps} steps are lost")
             with p.metrics.warm_start_step(step, of=config.sft.steps) as m, m.time("update"):
                 m.log(_update(config, p))
     p.trainer.begin("rl")
-    if config.sft.steps > 0 and p.checkpoint.every > 0:
+    if config.sft.steps > 0 and p.checkpoint.due(0):
         p.checkpoint.save(0)
     return 0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.checkpoint import Checkpoints, complete, read_state
+from megatron_rl.checkpoint import Checkpoints, Stopped, complete, read_state
 from megatron_rl.errors import BackendError, DataError
 
 
@@ -58,6 +58,35 @@ def test_restore_gives_back_weights_cursor_and_step(tmp_path: Path) -> None:
 def test_due_at_every_third_step_and_the_last(tmp_path: Path) -> None:
     assert [s for s in range(1, 8) if checkpoints(tmp_path).due(s)] == [3, 6, 7]
     assert not any(checkpoints(tmp_path, every=0).due(s) for s in range(1, 8))
+
+
+@pytest.mark.parametrize("every", [3, 0])
+def test_who_is_asked_to_stop_saves_the_step_in_work_and_stops(tmp_path: Path, every: int) -> None:
+    run = checkpoints(tmp_path, every=every)
+    run.stop_if_asked("nothing")
+    assert not run.due(2)
+
+    run.stop_soon()
+
+    assert run.due(2)
+    with pytest.raises(Stopped, match=r"step_000002 is saved. The same command resumes"):
+        run.save(2)
+    assert checkpoints(tmp_path).restore() == 2
+
+
+def test_the_last_step_is_saved_and_the_run_goes_on_to_its_end_though_asked_to_stop(tmp_path: Path) -> None:
+    run = checkpoints(tmp_path)
+    run.stop_soon()
+
+    assert run.save(7) == tmp_path / "step_000007"
+
+
+def test_who_is_asked_to_stop_where_nothing_can_be_saved_says_what_is_lost(tmp_path: Path) -> None:
+    run = checkpoints(tmp_path)
+    run.stop_soon()
+
+    with pytest.raises(Stopped, match=r"5 steps are lost. The same command starts again"):
+        run.stop_if_asked("5 steps are lost")
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ UV := .venv/bin/uv
 # Two processes, which take whole groups of tests (tests/conftest.py) in order.
 TWO := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: env demo bench optuna lock check test test-fast format
+.PHONY: env demo bench optuna lock check test test-fast slurm-test format
 
 env:
 	@requirements/install.sh
 
 # The environment is for a CPU, also on a machine that has a GPU.
-demo bench test test-fast: export CUDA_VISIBLE_DEVICES :=
+demo bench test test-fast slurm-test: export CUDA_VISIBLE_DEVICES :=
 
 demo: env  ## GRPO on a small DeepSeek-V3-shaped MoE, on this machine's CPU
 	$(PY) -m megatron_rl.main experiment=cpu_digits name=demo
@@ -41,10 +41,13 @@ check: env  ## Style and types
 	$(PY) -m mypy
 
 test: env build/optuna/complete  ## Everything, with live servers and whole runs
-	$(PY) -m pytest -q $(TWO)
+	$(PY) -m pytest -q $(TWO) -m "not slurm"
 
 test-fast: env build/optuna/complete  ## Without live servers: seconds to a few minutes
-	$(PY) -m pytest -q $(TWO) -m "not live"
+	$(PY) -m pytest -q $(TWO) -m "not live and not slurm"
+
+slurm-test: env build/optuna/complete  ## launch/ on a real Slurm of three nodes, on this machine, as root
+	$(PY) -m pytest -q -m slurm tests/slurm
 
 format: env
 	$(PY) -m ruff check --fix .

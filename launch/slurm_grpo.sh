@@ -1,0 +1,201 @@
+#!/usr/bin/env bash
+# A run on the nodes of a Slurm job:  sbatch [sbatch's options] launch/slurm_grpo.sh experiment=NAME key=value ...
+# docs/cluster.md says how, and what each failure looks like.
+#
+# Each node is a job step that holds a Ray node, and so is the program, which starts on the first one when Ray has them
+# all. Every step is watched until the program ends, whose exit code is the job's. Variables of the environment:
+#   MRL_PYTHON              interpreter (the clone's .venv/bin/python; in a container python3)
+#   MRL_PYXIS               image in which pyxis runs all steps (srun --container-image)
+#   MRL_APPTAINER           image in which apptainer runs all steps
+#   MRL_MOUNTS              directories a container sees besides the clone and TMPDIR: PATH,PATH:PATH,...
+#   MRL_INTERFACE           network interface, where the one that leads to other machines is not right
+#   MRL_ROLLOUT_CONSTRAINT  node feature: nodes that have it hold the engines, the others the trainer. In a job of two
+#                           components (sbatch A : B) the first holds the trainer and the second the engines.
+#   MRL_READY_S             until Ray must have every node (180)
+#   MRL_GRACE_S             from SIGUSR1 until the program must have saved its checkpoint (90)
+#   MRL_REQUEUES            a job that loses a node is requeued this often instead of failed (0)
+#   MRL_MODULE              program (megatron_rl.main)
+#SBATCH --job-name=grpo
+#SBATCH --ntasks-per-node=1
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+#SBATCH --signal=B:USR1@120
+set -uo pipefail
+LOST=75    # exit code of a job whose nodes failed it: never came, or were lost
+REFUSED=2  # of a program that does not begin: the command line is wrong
+STOPPED=85 # of a program that SIGUSR1 stopped: it has saved what can be saved, and the same command resumes
+KILLED_BY_USR1=138
+
+say() { printf '[%s +%ss] %s\n' "slurm_grpo" "$SECONDS" "$*"; }
+quit() { say "$2" && exit "$1"; }
+alive() { kill -0 "$1" 2>/dev/null; }
+
+# Slurm runs a copy of this file; sbatch has noted where it was, and its arguments behind.
+root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(/.*\)/launch/slurm_grpo\.sh.*|\1|p' | head -n 1)
+cd "${root:-/none}" || quit 1 "$(hostname) has no clone at '$root'. Submit launch/slurm_grpo.sh of one that all nodes see."
+helper=$root/launch/nodes.py
+attempt=${SLURM_RESTART_COUNT:-0}
+
+# The nodes, and what each is for: role is empty where any may hold anything.
+nodes=() role=() component=()
+for ((i = 0; i < ${SLURM_HET_SIZE:-1}; i++)); do
+  list=SLURM_JOB_NODELIST_HET_GROUP_$i
+  for node in $(scontrol show hostnames "${!list:-$SLURM_JOB_NODELIST}"); do
+    nodes+=("$node") component+=("$i")
+    if ((${SLURM_HET_SIZE:-1} > 1)); then
+      role+=("$( ((i == 0)) && echo trainer || echo rollout)")
+    elif [[ -n ${MRL_ROLLOUT_CONSTRAINT:-} ]]; then
+      features=$(sinfo --noheader --nodes="$node" --format=%f)
+      role+=("$([[ ,$features, == *",$MRL_ROLLOUT_CONSTRAINT,"* ]] && echo rollout || echo trainer)")
+    else
+      role+=("")
+    fi
+  done
+done
+
+# How a step runs: as it is, or in a container that sees the clone and the temporary directory.
+export TMPDIR=${TMPDIR:-/tmp}
+python=${MRL_PYTHON:-python3} container=() inside=()
+mounts=$root,$TMPDIR${MRL_MOUNTS:+,$MRL_MOUNTS}
+if [[ -n ${MRL_PYXIS:-} ]]; then
+  container=(--container-image="$MRL_PYXIS" --container-name="mrl-$SLURM_JOB_ID" --container-mounts="$mounts")
+elif [[ -n ${MRL_APPTAINER:-} ]]; then
+  inside=(apptainer exec --nv --bind "$mounts" --pwd "$root" "$MRL_APPTAINER")
+elif [[ -z ${MRL_PYTHON:-} && -x $root/.venv/bin/python ]]; then
+  python=$(cd -P "$root/.venv/bin" && pwd)/python # Ray starts no interpreter whose path has spaces
+fi
+# step I COMMAND...: runs on node I, beside its other steps, with all that the job has there
+step() {
+  local i=$1 options=() && shift
+  ((${SLURM_HET_SIZE:-1} > 1)) && options=(--het-group="${component[i]}")
+  exec srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" "${options[@]}" --cpu-bind=quiet,none --mpi=none \
+    --input=none --unbuffered "${container[@]}" "${inside[@]}" "$@"
+}
+
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
+# Other users of a node keep out; and Ray would ask for a token as soon as a run without Slurm has left one in the home.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
+unset RAY_ADDRESS
+
+plan=$(step 0 "$python" "$helper" plan "${#nodes[@]}" "$@") || exit # refused, or no such interpreter: it has been said
+{ read -r run && read -r address && read -r port; } <<<"$plan"
+logs=$run/log/job-$SLURM_JOB_ID-$attempt
+mkdir -p "$logs"
+say "job $SLURM_JOB_ID, start $attempt, on ${nodes[*]}; Ray at $address:$port; logs in $logs"
+
+program='' watch='' steps=() stopping='' cancelled='' lost=''
+# shellcheck disable=SC2317 # a trap calls it
+on_usr1() {
+  say "SIGUSR1: the time limit is near, a preemption, or by hand"
+  stopping=${stopping:-$SECONDS}
+  [[ $program ]] && kill -USR1 "$program"
+}
+trap on_usr1 USR1
+trap 'cancelled=1' TERM INT
+
+# A moment, which a trapped signal ends.
+tick() {
+  sleep 0.5 &
+  wait $!
+}
+
+# Whether a node's step has ended, or the watch has; sets `lost` to its name.
+lost_node() {
+  local i
+  for i in "${!steps[@]}"; do
+    alive "${steps[i]}" || { lost=${nodes[i]} && return 0; }
+  done
+  [[ $program ]] && ! alive "$watch" && lost=$(<"$logs/lost") && [[ $lost ]]
+}
+
+# Ask every step to end, and give it time; what is left then Slurm kills when this script ends.
+end_steps() {
+  trap '' USR1 TERM INT
+  [[ $cancelled ]] || scancel --signal=TERM "$SLURM_JOB_ID" # which then Slurm has done
+  for ((n = 0; n < 50; n++)); do
+    local left=0
+    for pid in "${steps[@]}" $program $watch; do alive "$pid" && left=1; done
+    ((left)) || break
+    sleep 0.2
+  done
+}
+
+# requeue WHY
+requeue() {
+  end_steps
+  local saved=("$run"/checkpoints/step_[0-9][0-9][0-9][0-9][0-9][0-9])
+  [[ -e ${saved[-1]} ]] || saved=("the beginning: there is no checkpoint")
+  say "$1; requeued, to go on from ${saved[-1]}"
+  scontrol requeue "$SLURM_JOB_ID" || say "Slurm does not requeue this job. Submit the same command: it resumes."
+  exit "$STOPPED"
+}
+
+# fail WHY [CODE]: a node is to blame
+fail() {
+  say "$1"
+  for i in "${!steps[@]}"; do # nobody waits for who is gone
+    [[ ${nodes[i]} == "$lost" ]] && kill -KILL "${steps[i]}" 2>/dev/null && unset "steps[$i]"
+  done
+  ((attempt < ${MRL_REQUEUES:-0})) && requeue "requeued as MRL_REQUEUES=$MRL_REQUEUES asks"
+  end_steps
+  exit "${2:-$LOST}"
+}
+
+for i in "${!nodes[@]}"; do
+  step "$i" "$python" "$helper" start "${nodes[0]}" "$address" "$port" "${role[i]}" >"$logs/ray-${nodes[i]}.log" 2>&1 &
+  steps+=($!)
+done
+step 0 "$python" "$helper" wait "$address" "$port" "${nodes[@]}" >"$logs/nodes" &
+watch=$!
+while alive "$watch"; do
+  tick
+  [[ $cancelled ]] && say "cancelled" && end_steps && exit 1
+  [[ $stopping ]] && requeue "stopped before the program started"
+  lost_node && fail "${lost} did not start. The end of $logs/ray-$lost.log:"$'\n'"$(tail -n 12 "$logs/ray-$lost.log")"
+done
+wait "$watch" || fail "Ray does not have all nodes" # `wait` has said which
+
+say "Ray has ${#nodes[@]} nodes; starting the program"
+own=("cluster.address=$address:$port")
+[[ ${role[0]} ]] && own+=(cluster.trainer_nodes=trainer cluster.rollout_nodes=rollout) # what `start` offers there
+step 0 "$python" -m "${MRL_MODULE:-megatron_rl.main}" "$@" "${own[@]}" \
+  > >(exec tee "$logs/program.log") 2>&1 &
+program=$!
+step 0 "$python" "$helper" watch "$logs/nodes" >"$logs/lost" 2>>"$logs/watch.log" &
+watch=$!
+late='' lost_at=''
+while alive "$program" && [[ ! $cancelled ]]; do
+  tick
+  if [[ $stopping && ! $late ]] && ((SECONDS - stopping >= ${MRL_GRACE_S:-90})); then
+    late=1
+    say "no checkpoint within MRL_GRACE_S=${MRL_GRACE_S:-90} s: ending the program"
+    kill -TERM "$program" # to srun this means: kill the step
+  fi
+  if [[ ! $lost_at ]] && lost_node; then
+    lost_at=$SECONDS
+    say "lost $lost while the program ran, which has 5 s to say how it saw it"
+  fi
+  [[ $lost_at ]] && ((SECONDS - lost_at >= 5)) && kill -TERM "$program"
+done
+wait "$program"
+code=$?
+if [[ ! $lost && ! $cancelled ]] && ((code != 0 && code != REFUSED && code != STOPPED)); then
+  lost=$(step 0 "$python" "$helper" check "$logs/nodes" 2>>"$logs/watch.log") # the program may be the first to notice
+fi
+
+if [[ $cancelled ]]; then
+  say "cancelled"
+elif [[ $lost ]] && ((code != 0)); then
+  fail "lost $lost; see ray-$lost.log in $logs" "$code"
+elif [[ $late ]]; then
+  requeue "no checkpoint was saved in time"
+elif [[ $stopping ]] && ((code == STOPPED || code == KILLED_BY_USR1)); then
+  requeue "the program has stopped"
+else
+  say "the program ended with exit code $code"
+fi
+end_steps
+exit "$code"

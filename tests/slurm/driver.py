@@ -1,0 +1,81 @@
+"""A small program in place of megatron_rl.main: a step is a moment, and a checkpoint is the number of steps done.
+
+DRIVER says what goes wrong: "exit N" ends it with that code, "deaf" ignores SIGUSR1.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_rl import cluster
+from megatron_rl.checkpoint import STATE, complete
+from megatron_rl.config import load_config
+from megatron_rl.run_directory import RunDirectory
+
+STEP_S = 0.25
+STOPPED = 85
+SHOWN = ("SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@ray.remote(num_cpus=1)
+class Process:
+    def describe(self) -> dict[str, str | None]:
+        shown = {name: os.environ.get(name) for name in SHOWN}
+        return {**shown, "address": ray.util.get_node_ip_address()}
+
+    def work(self) -> None:
+        time.sleep(STEP_S)
+
+
+def main() -> int:
+    config = load_config(sys.argv[1:])
+    run = RunDirectory(config)
+    what, _, code = os.environ.get("DRIVER", "").partition(" ")
+    asked: list[int] = []
+    signal.signal(signal.SIGUSR1, (lambda *_: None) if what == "deaf" else (lambda *_: asked.append(1)))
+    cluster.start(address=config.cluster.address, cpus=1)
+    nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeName"])
+    group = placement_group([{"CPU": 1}] * len(nodes), strategy="STRICT_SPREAD")
+    place = PlacementGroupSchedulingStrategy
+    workers = [Process.options(scheduling_strategy=place(group, i)).remote() for i in range(len(nodes))]
+    found = {
+        "nodes": {
+            n["NodeName"]: {k: n["Resources"][k] for k in ("CPU", "GPU", "trainer", "rollout") if k in n["Resources"]}
+            for n in nodes
+        },
+        "processes": sorted(ray.get([w.describe.remote() for w in workers]), key=lambda p: p["SLURMD_NODENAME"]),
+        "cwd": os.getcwd(),
+    }
+    (run.path / "found.json").write_text(json.dumps(found))
+    if what == "exit":
+        print("ends as it was told", flush=True)
+        return int(code)
+    before = complete(run.checkpoints)
+    first = before[-1][0] + 1 if before else 1
+    for step in range(first, config.steps + 1):
+        ray.get([w.work.remote() for w in workers])
+        print(f"step {step}/{config.steps}", flush=True)
+        with contextlib.suppress(OSError), (run.path / "steps").open("a") as steps:
+            steps.write(f"{step}\n")
+        if asked:
+            save(run.checkpoints, step)
+            return STOPPED
+    return 0
+
+
+def save(directory: Path, step: int) -> None:
+    path = directory / f"step_{step:06d}"
+    path.mkdir(parents=True)
+    (path / STATE).write_text("{}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

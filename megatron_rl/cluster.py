@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,10 @@ OBJECT_STORE_BYTES = 1_000_000_000
 """Of a cluster started here: a step's token arrays; it spills to disk beyond."""
 CONNECT_TIMEOUT_S = 10.0
 """To a cluster that runs already."""
+KNOCK_TIMEOUT_S = 2.0
+"""To a node that may be lost."""
+LOOK_EVERY_S = 10.0
+"""At the nodes, while waiting."""
 GRACE_S = 2.0
 """After a first failure: time for a dead actor to be told apart from its peers' broken connections."""
 LOG_TAIL_LINES = 12
@@ -39,10 +43,15 @@ for pid in map(int, sys.argv[1:]):
         os.kill(pid, signal.SIGKILL)
 """
 _guards: list[subprocess.Popen[bytes]] = []
+_nodes: set[str] = set()
+"""Ids of the nodes that were there when the run began."""
 _OURS = (ConfigError, DataError, LayoutError, SyncError, BackendError)
 _OURS_BY_NAME = {kind.__name__: kind for kind in _OURS}
 _CREATION = re.compile(r"raised in its creation task.*?\n(?:\w+\.)*(\w+(?:Error|Exception)): (.*)\Z", re.DOTALL)
 """In Ray's text of an actor whose constructor raised: the exception, after the traceback."""
+_PEER_IS_GONE = re.compile(r"Connection (closed|reset) by peer|ncclRemoteError")
+"""Of gloo and NCCL: who says it has lost another, which may say why itself."""
+_LOST = "where Ray has ended or cannot be reached"
 
 
 def start(*, address: str | None, cpus: int) -> None:
@@ -67,6 +76,8 @@ def start(*, address: str | None, cpus: int) -> None:
         else:
             _knock(address)
             ray.init(address=address, **common)
+        if not (address or "").startswith("ray://"):  # from outside, nodes may have no address
+            _nodes.update(node["NodeID"] for node in ray.nodes() if node["Alive"])
     except ValueError as error:
         raise ConfigError(
             f"Ray cannot connect to cluster.address={address}: {error}. Write HOST:PORT, as `ray start --head` prints "
@@ -81,11 +92,11 @@ def start(*, address: str | None, cpus: int) -> None:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one of its own there, which exits without a word
 
 
-def _knock(address: str) -> None:
+def _knock(address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
     """Raises: OSError when nobody listens at host:port, which Ray would wait for at length."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():  # and not "auto"
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
 
 
 def _guard_agents() -> subprocess.Popen[bytes]:
@@ -99,10 +110,26 @@ def _guard_agents() -> subprocess.Popen[bytes]:
 def stop() -> None:
     """End the connection; a cluster that `start` started ends with all its actors."""
     ray.shutdown()
+    _nodes.clear()
     while _guards:
         guard = _guards.pop()
         guard.kill()
         guard.wait()
+
+
+def first_of(references: Sequence[Any], *, what: str, timeout_s: float) -> list[Any]:
+    """The first of the references whose call has ended, or none after `timeout_s`.
+
+    Raises: BackendError when a node cannot be reached any more, which Ray itself may take a minute to notice.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = max(deadline - time.monotonic(), 0)
+        done, _ = ray.wait(references, timeout=min(left, LOOK_EVERY_S))
+        if done or left <= LOOK_EVERY_S:
+            return list(done)
+        if lost := _lost_nodes():
+            raise BackendError(f"{what}: lost {' and '.join(lost)}, {_LOST}. Resume with the same command.")
 
 
 def gather(
@@ -124,8 +151,7 @@ def gather(
     watching = {ref: name for name, ref in watched.items()}
     failed: dict[str, Exception] = {}
     while waiting:
-        left = deadline - time.monotonic()
-        done, _ = ray.wait([*watching, *waiting], timeout=max(left, 0))
+        done = first_of([*watching, *waiting], what=what, timeout_s=deadline - time.monotonic())
         if not done and not failed:
             names = ", ".join(sorted(waiting.values()))
             raise BackendError(f"{what}: no answer from {names} within {timeout_s:.0f} s. See {logs or 'its log'}.")
@@ -147,6 +173,13 @@ def gather(
 
 def _explain(failed: Mapping[str, Exception], *, what: str, logs: Path | None) -> Exception:
     """One error for several processes that failed together: a death outranks what it made its peers suffer."""
+    if lost := _lost_nodes():
+        for name, error in failed.items():
+            logger.error("%s: %s\n%s", what, name, error)
+        return BackendError(
+            f"{what}: lost {' and '.join(lost)}, {_LOST}; with it failed {', '.join(failed)}. Resume with the same "
+            "command."
+        )
     for name, error in failed.items():
         if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
             return BackendError(
@@ -159,14 +192,26 @@ def _explain(failed: Mapping[str, Exception], *, what: str, logs: Path | None) -
                 kind, text = raised.groups()
                 return _OURS_BY_NAME.get(kind, BackendError)(f"{what}: {name} could not start: {kind}: {text}")
             return BackendError(f"{what}: {name} died. {_tail(name, logs)}Resume with the same command.")
-    for error in failed.values():
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, _OURS):
-            return type(cause)(str(cause))
+    ours = [e.cause for e in failed.values() if isinstance(getattr(e, "cause", None), _OURS)]  # type: ignore[attr-defined]
+    for one in [*(e for e in ours if not _PEER_IS_GONE.search(str(e))), *ours]:
+        return type(one)(str(one))
     name, error = next(iter(failed.items()))
     cause = getattr(error, "cause", error)
     logger.error("%s: %s\n%s", what, name, error)
     return BackendError(f"{what}: {name} failed with {type(cause).__name__}: {cause}. {_tail(name, logs)}")
+
+
+def _lost_nodes() -> list[str]:
+    """Nodes that the run began with and whose Ray does not answer, before Ray itself has found that out."""
+    lost = []
+    for node in ray.nodes():
+        if node["NodeID"] in _nodes:
+            address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+            try:
+                _knock(address, timeout_s=KNOCK_TIMEOUT_S)
+            except OSError:
+                lost.append(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})")
+    return lost
 
 
 def _tail(name: str, logs: Path | None) -> str:

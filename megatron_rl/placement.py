@@ -155,7 +155,8 @@ def _meet_where_ray_does() -> None:
     """
     address = own_address()
     for library in ("GLOO",) if address == LOOPBACK else ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface_of(address))
+        if f"{library}_SOCKET_IFNAME" not in os.environ:
+            os.environ[f"{library}_SOCKET_IFNAME"] = interface_of(address)
 
 
 def _logged(cls: type) -> type:

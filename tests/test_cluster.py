@@ -28,6 +28,11 @@ class Process:
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "ours":
             raise ConfigError("tp=3 is impossible. Set tp to 2.")
+        if what == "lose a peer":
+            raise BackendError("engine-0 ended: gloo: Connection closed by peer [10.0.0.1]:5")
+        if what == "end":
+            time.sleep(0.5)  # its peers notice first
+            raise BackendError("engine-0-part-1 ended.")
         if what == "sleep":
             time.sleep(60)
         return what
@@ -63,6 +68,26 @@ def test_results_come_in_order_and_output_goes_to_the_log(pool: placement.Pool, 
 def test_a_dead_process_is_named_while_others_wait(pool: placement.Pool, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"(?s)Step 3: trainer-1 died.*hello from the constructor.*Resume"):
         call(pool, tmp_path, ["sleep", "die"])
+
+
+def test_who_loses_a_peer_is_not_taken_for_the_cause(pool: placement.Pool, tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="engine-0-part-1 ended"):
+        call(pool, tmp_path, ["lose a peer", "end"])
+    with pytest.raises(BackendError, match="Connection closed by peer"):
+        call(pool, tmp_path, ["lose a peer", "a"])
+
+
+def test_a_watched_process_that_ends_ends_the_wait_for_others(pool: placement.Pool, tmp_path: Path) -> None:
+    waiting, watched = (pool.spawn(Process, index=i, log=tmp_path / f"{i}.log") for i in range(2))
+    calls, watches = {"engine-0": waiting.do.remote("sleep")}, {"engine-0-part-1": watched.do.remote("end")}
+
+    began = time.monotonic()
+    with pytest.raises(BackendError, match="engine-0-part-1 ended"):
+        cluster.gather(calls, what="Generating", timeout_s=30.0, watched=watches)
+
+    assert time.monotonic() - began < 20
+    for actor in (waiting, watched):
+        ray.kill(actor)
 
 
 def test_an_error_of_ours_arrives_as_itself(pool: placement.Pool, tmp_path: Path) -> None:

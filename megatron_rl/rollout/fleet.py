@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from megatron_rl.cluster import gather
+from megatron_rl.cluster import first_of, gather
 from megatron_rl.config import RolloutConfig, SamplingConfig
 from megatron_rl.errors import BackendError, ConfigError, DataError
 from megatron_rl.formats.torch_dist import is_torch_dist
@@ -162,7 +162,8 @@ class Fleet:
 
     def _next(self, running: dict[Any, tuple[str, list[int], Any]]) -> tuple[str, list[int], Any, Answers]:
         limit_s = self._rollout.request_timeout_s
-        done, _ = ray.wait([*running, *self.watched.values()], num_returns=1, timeout=limit_s + MARGIN_S)
+        references = [*running, *self.watched.values()]
+        done = first_of(references, what="Generating", timeout_s=limit_s + MARGIN_S)
         if not done:
             names = ", ".join(sorted({name for name, _, _ in running.values()}))
             raise BackendError(

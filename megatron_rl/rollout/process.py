@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import requests
 
 from megatron_rl.errors import BackendError
@@ -148,10 +149,23 @@ class ServerProcess:
             )
 
     def watch(self) -> None:
-        """Until it is stopped. Raises: BackendError with the server's own error text when it ends before."""
-        self._ended.wait()
+        """Until it is stopped. Raises: BackendError with the server's own errors when one of its processes ends before.
+
+        The server itself may take seconds more, in which the end of a part on another node would look like the cause.
+        """
+        workers: dict[psutil.Process, str] = {}
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+            for process in psutil.Process(self.pid).children(recursive=True):
+                workers[process] = " ".join(process.cmdline()).strip()
+        gone: list[str] = []
+        while not gone and not self._ended.wait(POLL_S):
+            gone = [name for p, name in workers.items() if name.startswith("sglang::") and not _lives(p)]
         if not self._is_stopped:
-            raise BackendError(f"{self.settings.title} ended: {self.error_text()} Resume with the same command.")
+            errors = " ".join([f"{' and '.join(gone) or 'the server'} is gone.", *server_errors(self._log())])
+            raise BackendError(
+                f"{self.settings.title} ended: {errors} Its log is {self.settings.log_path}. Resume with the same "
+                "command."
+            )
 
     def _log(self) -> str:
         path = Path(self.settings.log_path)
@@ -179,12 +193,22 @@ class ServerProcess:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def server_errors(log: str) -> list[str]:
+    """The last lines of a server's log that name its errors, each once."""
+    errors = [m.group(1) for line in log.splitlines() if (m := _ERROR_LINE.match(line))]
+    return list(dict.fromkeys(errors))[-3:]
+
+
 def server_error(log: str) -> str:
-    """The lines of a server's log that name its errors, each once; else the log's last lines."""
-    lines = log.splitlines()
-    errors = [m.group(1) for line in lines if (m := _ERROR_LINE.match(line))]
-    distinct = list(dict.fromkeys(errors))
-    return "\n".join(distinct[-3:]) if distinct else "\n".join(lines[-LOG_TAIL_LINES:])
+    """The errors of a server's log; else its last lines."""
+    return "\n".join(server_errors(log) or log.splitlines()[-LOG_TAIL_LINES:])
 
 
 def _remove_leftovers() -> None:

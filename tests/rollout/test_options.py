@@ -1,6 +1,7 @@
 """The server's command line."""
 
 import json
+import socket
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ def test_an_unknown_option_names_the_nearest() -> None:
 def test_an_option_that_has_a_key_of_its_own_names_it() -> None:
     with pytest.raises(ConfigError, match="rollout.sglang.tp is set by rollout.tp"):
         check_sglang_options({"tp": 2})
+    with pytest.raises(ConfigError, match="rollout.sglang.nnodes is set by rollout.ranks_per_node"):
+        check_sglang_options({"nnodes": 2})
 
 
 def test_an_option_that_weight_sync_needs_is_refused() -> None:
@@ -126,3 +129,15 @@ def test_the_cut_of_an_engine_reaches_the_server() -> None:
     words = " ".join(command(settings(tp=4, ep=2, dp_attention=2, dp_lm_head=True, moe_dense_tp=1), port=5))
     for flags in ("--tp-size 4", "--ep-size 2", "--attn-dp-size 2", "--enable-dp-lm-head", "--moe-dense-tp-size 1"):
         assert flags in words
+
+
+def test_a_part_of_a_server_is_told_which_it_is_and_where_the_others_meet_it() -> None:
+    part = settings(name="engine-0-part-1", tp=4, nodes=2, part=1)
+
+    words = " ".join(command(part, port=5, meeting="10.0.0.1:7"))
+
+    assert "--tp-size 4" in words
+    assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:7" in words
+    assert "--nnodes" not in command(settings(), port=5)
+    assert part.title == f"engine-0-part-1 on {socket.gethostname()}"
+    assert settings().title == "engine-0"

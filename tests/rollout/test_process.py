@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from megatron_rl.errors import BackendError
 from megatron_rl.rollout.options import ServerSettings
-from megatron_rl.rollout.process import START_ATTEMPTS, ServerProcess, server_error
+from megatron_rl.rollout.process import START_ATTEMPTS, ServerProcess, free_ports, server_error
 
 
 def test_the_error_of_a_traceback_is_found_among_other_lines() -> None:
@@ -58,9 +59,11 @@ def test_a_refused_option_is_told_without_the_page_of_usage() -> None:
     assert server_error(log) == "error: argument --tp: invalid int value: 'x'"
 
 
-@pytest.mark.parametrize(("raised", "starts"), [(BackendError, START_ATTEMPTS), (KeyboardInterrupt, 1)])
-def test_only_a_server_without_its_port_is_started_again(
-    tmp_path: Path, raised: type[BaseException], starts: int
+@pytest.mark.parametrize(
+    ("raised", "nodes", "starts"), [(BackendError, 1, START_ATTEMPTS), (KeyboardInterrupt, 1, 1), (BackendError, 2, 1)]
+)
+def test_only_a_whole_server_without_its_port_is_started_again(
+    tmp_path: Path, raised: type[BaseException], nodes: int, starts: int
 ) -> None:
     log = tmp_path / "engine-0.log"
     started = []
@@ -72,8 +75,17 @@ def test_only_a_server_without_its_port_is_started_again(
             raise raised("it did not start")
 
     with pytest.raises(raised):
-        WithoutPort(ServerSettings(name="engine-0", model_path="/m", log_path=str(log), device="cpu"))
+        WithoutPort(ServerSettings(name="engine-0", model_path="/m", log_path=str(log), device="cpu", nodes=nodes))
     assert len(started) == starts
+
+
+def test_ports_in_a_row_are_free_and_none_that_the_system_hands_out() -> None:
+    first = free_ports("127.0.0.1", count=3)
+
+    assert first + 3 <= int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in range(first, first + 3):
+        with socket.create_server(("127.0.0.1", port)):
+            pass
 
 
 OWNER = """

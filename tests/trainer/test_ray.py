@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -48,6 +49,8 @@ def meet(rank: int, directory: str, config: Any, pipe: tuple[int, int]) -> str:
     worker = Worker(config, rank, directory)
     if rank == 0:
         address = worker.address()
+        listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+        assert listening == {"127.0.0.1"}  # this machine is all there is
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("", int(address.rpartition(":")[2])))  # another program that looks for a free port
         os.write(pipe[1], address.encode())

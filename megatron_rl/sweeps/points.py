@@ -80,7 +80,7 @@ def point_name(swept: Iterable[str]) -> str:
     exact = "+".join(f"{key}_{value}" for key, (_, value) in zip(short, pairs, strict=True))
     name = re.sub(r"[^\w.+-]+", "-", exact, flags=re.ASCII).strip("-")
     if name == exact and len(name) <= _LONGEST_NAME:
-        return name or "point"
+        return name or "one_point"
     digest = hashlib.sha256("\n".join("=".join(pair) for pair in pairs).encode()).hexdigest()[:8]
     return f"{name[:_LONGEST_NAME]}-{digest}"
 

@@ -17,7 +17,7 @@ from megatron_rl.sweeps.points import Point, as_ended, begin, load, load_all, po
         (["++seed=3", "++algorithm.lr=1e-06"], "lr_1e-06+seed_3"),
         (["++algorithm.lr=1", "++sft.lr=2"], "algorithm.lr_1+sft.lr_2"),
         (["parallel=ep2"], "parallel_ep2"),
-        ([], "point"),
+        ([], "one_point"),
     ],
 )
 def test_a_name_says_what_the_point_is(swept: list[str], name: str) -> None:

@@ -101,7 +101,7 @@ def test_a_controller_that_is_silent_for_a_moment_is_asked_again(submit: Sweep, 
 
     assert submit("seed=1") == 0
 
-    assert states(tmp_path) == {"point": "COMPLETED"}
+    assert states(tmp_path) == {"one_point": "COMPLETED"}
 
 
 def test_what_slurm_does_not_take_is_said_in_its_words_before_any_job(submit: Sweep, queue: Queue) -> None:

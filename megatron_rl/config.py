@@ -484,7 +484,9 @@ def load_config(overrides: Sequence[str], *, config_dir: Path = CONFIG_DIR) -> C
         with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
             raw = compose("config", overrides=taken)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"The config cannot be composed: {str(error).splitlines()[0]}") from error
+        lines = str(error).splitlines()
+        text = "; ".join(lines) if lines[0].startswith("Ambiguous") else lines[0]  # a list, or a sweep
+        raise ConfigError(f"The config cannot be composed: {text}") from error
     for key in _present_keys(raw):
         if not _is_known(key, known):
             raise unknown_key(key, known)

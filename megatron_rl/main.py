@@ -72,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_config(arguments: Sequence[str]) -> Config:
     """The config of one run. Raises: ConfigError, LayoutError or DataError for what cannot work."""
+    if of_sweep := [a for a in arguments if a == "--dry-run" or a.startswith(("hydra.", "hydra/"))]:
+        raise ConfigError(f"{of_sweep[0]} belongs to a sweep, which starts with -m. Add that, or leave this out.")
     config = load_config(arguments)
     check(config)
     direct = [f"weights.{key}" for key in ("verify", "delta") if getattr(config.weights, key)]

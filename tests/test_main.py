@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.errors import BackendError
-from megatron_rl.main import is_finished, make_model, rounding
+from megatron_rl.errors import BackendError, ConfigError
+from megatron_rl.main import is_finished, make_model, read_config, rounding
 from megatron_rl.run_directory import RunDirectory
 
 
@@ -25,6 +25,17 @@ def test_a_run_is_finished_when_its_last_step_is_exported(tmp_path: Path) -> Non
     assert not is_finished(config, run)
     exported.unlink()
     assert not is_finished(config, run)
+
+
+@pytest.mark.parametrize("argument", ["--dry-run", "hydra/launcher=slurm_grpo", "hydra.sweep.dir=x"])
+def test_what_belongs_to_a_sweep_asks_for_one(argument: str) -> None:
+    with pytest.raises(ConfigError, match=f"{argument} belongs to a sweep, which starts with -m"):
+        read_config(["experiment=cpu_digits", argument])
+
+
+def test_a_list_of_values_asks_for_a_sweep() -> None:
+    with pytest.raises(ConfigError, match="Ambiguous value .*seed=1,2.* To sweep over it, add --multirun"):
+        read_config(["experiment=cpu_digits", "seed=1,2"])
 
 
 @pytest.mark.parametrize("limit", [10, 1300, 3000], ids=["config.json", "tokenizer.json", "model.safetensors"])

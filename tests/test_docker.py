@@ -1,8 +1,10 @@
 """The image's recipe, without a Docker engine: what it copies exists, what it pins is what requirements/ says."""
 
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,26 @@ def test_every_version_of_the_lock_is_there_and_goes_with_the_others(tmp_path: P
 
     assert done.returncode == 0, done.stderr
     assert again.read_text() == (REQUIREMENTS / "gpu.lock").read_text()
+
+
+def test_the_package_builds_from_what_is_copied_and_has_every_config(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for line in instructions("COPY"):
+        *names, target = line.split()
+        for name in names if target.startswith("/source/") else []:
+            place = source / target.removeprefix("/source/")
+            if name.endswith("/"):
+                shutil.copytree(ROOT / name, place, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                place.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, place)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path]
+
+    subprocess.run([*command, source], check=True, capture_output=True)
+
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"megatron_rl/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")} <= packed
+    python = [path for part in ("megatron_rl", "kernels") for path in (ROOT / part).rglob("*.py")]
+    wanted = {str(path.relative_to(ROOT)).removeprefix("kernels/") for path in python}
+    assert wanted - packed == set()

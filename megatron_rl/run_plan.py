@@ -71,8 +71,8 @@ def plan_run(config: Config, *, with_sync: bool = True) -> RunPlan:
 def describe(config: Config, plan: RunPlan) -> str:
     """Lines of figures. GB are 10^9 bytes."""
     p, r, per_node = config.parallel, config.rollout, config.cluster.gpus_per_node
-    gpus = f"{plan.trainer_gpus} for the trainer and {plan.engine_gpus} for engines, on {plan.nodes} nodes of"
-    lines = [f"GPUs     {gpus} {per_node}"]
+    nodes = f"{plan.nodes} node{'s' * (plan.nodes > 1)} of {per_node}"
+    lines = [f"GPUs     {plan.trainer_gpus} for the trainer and {plan.engine_gpus} for engines, on {nodes}"]
     if plan.trainer_gpus:
         lines.append("trainer  " + _sizes(tp=p.tp, pp=p.pp, vpp=p.vpp, cp=p.cp, ep=p.ep, etp=p.etp))
     if plan.engine_gpus:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config import load_config
+
 ROOT = Path(__file__).parents[1]
 REQUIREMENTS = ROOT / "requirements"
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -115,3 +117,13 @@ def test_the_package_builds_from_what_is_copied_and_has_every_config(tmp_path: P
     python = [path for part in ("megatron_rl", "kernels") for path in (ROOT / part).rglob("*.py")]
     wanted = {str(path.relative_to(ROOT)).removeprefix("kernels/") for path in python}
     assert wanted - packed == set()
+
+
+def test_what_it_says_of_the_launcher_is_what_the_launcher_reads() -> None:
+    readme, launcher = (ROOT / "docker" / "README.md").read_text(), (ROOT / "launch" / "slurm_grpo.sh").read_text()
+    said = set(re.findall(r"MRL_[A-Z]+", readme))
+
+    assert said == {"MRL_PYXIS", "MRL_APPTAINER", "MRL_MOUNTS"}
+    assert all(f"${{{name}:" in launcher for name in said)
+    for words in re.findall(r"(experiment=[^`]*?)\n```", readme.replace("\\\n", " ")):
+        load_config(words.split())

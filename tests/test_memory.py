@@ -116,15 +116,15 @@ def test_an_engine_in_fp8_holds_half_of_its_linears_and_their_scales() -> None:
     assert use["weights"] == linears + linears // 128**2 * 4 + 2 * rest
 
 
-@pytest.mark.parametrize("model", sorted(PUBLISHED))
-def test_every_family_can_be_measured(model: str) -> None:
-    found = measure(PUBLISHED[model], "parallel.ep=1", "trainer.world_size=1")
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_every_family_can_be_measured(family: str) -> None:
+    found = measure({**TINY[family], "vocab_size": 61}, "parallel.ep=1", "trainer.world_size=1")
 
     assert set(found) == {"trainer, stage 0", "engine"}
     for use in found.values():
-        assert min(use.values()) >= 0 and use["weights"] > 1e8
+        assert min(use.values()) >= 0 and use["weights"] > 1e5
     trainer = found["trainer, stage 0"]
-    assert 8.5 < states(trainer) / trainer["weights"] <= 9  # less for what is carried and not trained
+    assert 6 < states(trainer) / trainer["weights"] <= 9  # less for what is carried and not trained
 
 
 def config_of(directory: Path, *overrides: str) -> Config:

@@ -73,6 +73,10 @@ def describe(config: Config, plan: RunPlan) -> str:
     p, r, per_node = config.parallel, config.rollout, config.cluster.gpus_per_node
     nodes = f"{plan.nodes} node{'s' * (plan.nodes > 1)} of {per_node}"
     lines = [f"GPUs     {plan.trainer_gpus} for the trainer and {plan.engine_gpus} for engines, on {nodes}"]
+    if config.cluster.nodes is not None:  # Ray counts a CPU for each rank, and one for rewards
+        lines.append(
+            f"sbatch   --nodes={plan.nodes} --gpus-per-node={per_node} --cpus-per-task={per_node + 1} (at least)"
+        )
     if plan.trainer_gpus:
         lines.append("trainer  " + _sizes(tp=p.tp, pp=p.pp, vpp=p.vpp, cp=p.cp, ep=p.ep, etp=p.etp))
     if plan.engine_gpus:

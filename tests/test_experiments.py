@@ -105,6 +105,7 @@ def test_the_plan_says_what_the_run_takes(directory: Path) -> None:
     lines = describe(*planned("deepseek_v3_32_nodes", directory)).splitlines()
 
     assert lines[0] == "GPUs     192 for the trainer and 64 for engines, on 32 nodes of 8"
-    assert lines[1] == "trainer  tp=8 pp=12 cp=1 ep=16 etp=1"
-    assert lines[2] == "engines  engines=2 tp=32 ep=32 dp_attention=4"
+    assert lines[1] == "sbatch   --nodes=32 --gpus-per-node=8 --cpus-per-task=9 (at least)"
+    assert lines[2] == "trainer  tp=8 pp=12 cp=1 ep=16 etp=1"
+    assert lines[3] == "engines  engines=2 tp=32 ep=32 dp_attention=4"
     assert lines[-1] == "most: engine, 76.7 of 85 GB (90%)"

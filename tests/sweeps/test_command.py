@@ -76,7 +76,7 @@ def test_a_dry_run_prints_commands_and_plans_and_leaves_nothing(
         f"--output={runs}/lr_7e-05/log/job.log --open-mode=append '/a b.sh' "
         f"experiment=cpu_digits data.path={PROMPTS} algorithm.lr=7e-05 "
         f"runs_dir={runs} name=lr_7e-05\n"
-        "  GPUs     2 for the trainer and 1 for engines, on 1 nodes of 8\n"
+        "  GPUs     2 for the trainer and 1 for engines, on 1 node of 8\n"
         "  trainer  tp=1 pp=1 cp=1 ep=2 etp=1\n"
     ) in printed
     assert printed.count("  sync     0.0 GB over the network") == 2

@@ -59,15 +59,17 @@ class Held:
         """By memory and message."""
         self.compared = self.changed = 0
         """Words of the push that is going on."""
+        self._changes_bytes = 0
+        """Of one message in it, at most, beside the slot."""
 
     @property
     def nbytes(self) -> int:
-        """Of all copies."""
-        return sum(words.nbytes for words in self._messages.values())
+        """Of all copies, and of the longest list of changes."""
+        return sum(words.nbytes for words in self._messages.values()) + self._changes_bytes
 
     def begin(self) -> None:
         """Of a push."""
-        self.compared = self.changed = 0
+        self.compared = self.changed = self._changes_bytes = 0
 
     def forget(self) -> None:
         """Nobody knows any more what the engines have."""
@@ -89,6 +91,7 @@ class Held:
             self._comparing[key] = prepare(delta_boxes, [memory.view(word)], [held])
         delta = self._comparing[key]()
         count = len(delta.values)
+        self._changes_bytes = max(self._changes_bytes, delta.indices.nbytes + delta.values.nbytes)
         self.compared += message.payload_bytes // word.itemsize
         self.changed += count
         if delta_bytes(count, word) >= message.nbytes:

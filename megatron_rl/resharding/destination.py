@@ -68,8 +68,8 @@ class Parameters:
         self._unpacking: dict[tuple[int, int], tuple[list[Tensor], list[Tensor], Callable[[], None]]] = {}
         """By memory and message: where its rectangles go to, where they lie in it, and the copy."""
 
-    def write(self, message: Message, memory: Tensor, *, compare: bool) -> int:
-        """Write a message that lies in `memory`, or compare the parameters with it. Returns: the rectangles' bytes.
+    def write(self, message: Message, memory: Tensor, *, compare: bool) -> None:
+        """Write a message that lies in `memory`, or compare the parameters with it.
 
         Raises: SyncError naming tensor, ranks and the first element that differs.
         """
@@ -81,7 +81,7 @@ class Parameters:
                     self._compare(message, both, held, quantized(matrix))
                 else:
                     quantize_boxes([held[0]], [held[1]], [[matrix]])
-            return sum(piece.nbytes for piece in message.pieces)
+            return
         key = memory.data_ptr(), message.number
         if key not in self._unpacking:
             held, sent = tensor_views(self._parameters, message.pieces), message_views(memory, message.pieces)
@@ -91,7 +91,6 @@ class Parameters:
             self._compare(message, message.pieces, held, sent)
         else:
             unpack()
-        return sum(view.nbytes for view in sent)
 
     @property
     def peak_bytes(self) -> int:
@@ -138,16 +137,14 @@ class Assembly:
         self.peak_bytes = 0
         """The most that tensors took at one time, with those that the loader had and still kept."""
 
-    def write(self, message: Message, memory: Tensor, *, compare: bool) -> int:
-        """Write a message that lies in `memory`. Returns: the rectangles' bytes."""
+    def write(self, message: Message, memory: Tensor, *, compare: bool) -> None:
+        """Write a message that lies in `memory`."""
         assert not compare, "a loader takes tensors, and shows none"
         for piece in message.pieces:
             if piece.tensor not in self._open:
                 self._begin(self._layouts[piece.tensor], piece.dtype)
             self._missing[piece.tensor] -= piece.nbytes
-        sent = message_views(memory, message.pieces)
-        copy_boxes(tensor_views(self._open, message.pieces), sent)
-        return sum(view.nbytes for view in sent)
+        copy_boxes(tensor_views(self._open, message.pieces), message_views(memory, message.pieces))
 
     def _begin(self, layout: TensorLayout, dtype: str) -> None:
         """In a dtype that is not the layout's come FP8 tensors of which no sender has all of some block."""

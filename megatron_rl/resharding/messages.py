@@ -1,8 +1,11 @@
 """What travels from a trainer rank to the engines: messages of bounded size, each described on both sides alike."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
+from megatron_rl.errors import SyncError
 from megatron_rl.layouts.boxes import NBYTES
 from megatron_rl.layouts.fp8 import BLOCK, SCALE, SCALE_BYTES, scale_offset, scale_shape
 
@@ -76,3 +79,15 @@ class Message:
     def takers(self) -> tuple[int, ...]:
         """The readers that the sender itself deals with."""
         return (self.fetcher,) if self.kind == "network" else self.readers
+
+
+@contextmanager
+def handling(message: Message, who: str) -> Iterator[None]:
+    """What goes wrong in the block, such as missing memory, is a SyncError that names `who` and the tensors."""
+    try:
+        yield
+    except SyncError:
+        raise
+    except (MemoryError, OSError, RuntimeError) as error:
+        what = f"{who}: {message.content}: {type(error).__name__}: {error}"
+        raise SyncError(f"{what}. With that mended, push again.") from error

@@ -4,7 +4,6 @@ Where the engine's layout is not known (`SyncSpec.direct` is False) the messages
 together from them go to the engine's own loader.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,53 +16,59 @@ from megatron_rl.layouts.fp8 import with_scales
 from megatron_rl.models import load_table
 from megatron_rl.resharding.delta import Rebuild
 from megatron_rl.resharding.destination import Assembly, NamedTensors, Parameters
-from megatron_rl.resharding.messages import Message
+from megatron_rl.resharding.messages import Message, handling
 from megatron_rl.resharding.progress import Progress
 from megatron_rl.resharding.schedule import make_schedule, needed_bytes, receives, streamed_layouts, unordered
 from megatron_rl.resharding.spec import LoadReport, Push, SyncSpec, engine_name, trainer_name
-from megatron_rl.resharding.transport.links import PATIENCE_S, STALL_S, Link, Session
+from megatron_rl.resharding.transport.links import PATIENCE_S, Link, Session
 from megatron_rl.resharding.transport.network import Network, join_network
 from megatron_rl.resharding.transport.slots import Slots, attach
 from megatron_rl.resharding.views import check_tensors, checksum_of
 
+CPU = torch.device("cpu")
 _DIFFERENT_PLANS = "The two computed different plans: run the same version of megatron_rl on both sides."
 
 
 class Receiver:
     """Keeps plan, mappings, views and links between pushes."""
 
-    def __init__(self, spec: SyncSpec, reader: int, parameters: Mapping[str, Tensor]):
-        """`parameters`: the engine rank's own, by name. `reader` counts the ranks of all engines."""
-        self._spec, self._reader, self._parameters = spec, reader, parameters
+    def __init__(self, spec: SyncSpec, reader: int, device: torch.device = CPU):
+        """`reader` counts the ranks of all engines. `device`: where the parameters lie."""
+        self._spec, self._reader, self._device = spec, reader, device
         self._me = engine_name(spec, reader)
         schedule = make_schedule(spec)
         self._messages = receives(schedule, reader)
         self._needed_bytes = needed_bytes(schedule, reader)
         self._unordered = unordered(schedule, self._messages)
         fetched = [m for m in self._messages if self._is_fetched(m)]
-        self._slots = Slots(max((m.nbytes for m in fetched), default=0), next(iter(parameters.values())).device)
+        self._slots = Slots(max((m.nbytes for m in fetched), default=0), device)
         self._takers = sorted({engine_name(spec, r) for m in fetched for r in m.readers if r != reader})
         self._session: Session | None = None
         self._last: Session | None = None
         """Also when it is over."""
         self._network: Network | None = None
-        self._device = next(iter(parameters.values())).device
         self._attached: dict[str, Tensor] = {}
         """Buffers of givers, by path."""
         self._in_full = self._messages[self._unordered :] if spec.direct else ()
-        self._into = Parameters(parameters, self._me, self._in_full)
-        self._rebuild = Rebuild(self._me, parameters, max((m.nbytes for m in self._messages), default=0))
+        self._addresses: dict[str, int] = {}
+        """Of the parameters that the next two have views of."""
+        self._into, self._rebuild = Parameters({}, self._me), Rebuild(self._me, {}, 0)
 
     @torch.no_grad()
-    def receive(self, push: Push, load: Callable[[NamedTensors], object] = list) -> LoadReport:
+    def receive(
+        self, parameters: Mapping[str, Tensor], push: Push, load: Callable[[NamedTensors], object] = list
+    ) -> LoadReport:
         """Take everything this rank needs; with `push.compare` compare the parameters with it, and write nothing.
 
+        parameters: the rank's own, by name, as they lie now.
         load: asked to take HF tensors, which come while it goes through them; where the spec is direct there are none.
         Raises: LayoutError when the parameters are not what the table declares; SyncError when a peer fails, or sends
         something else than expected. What was written until then stays written.
         """
         try:
-            report = self._receive(self._join(push), push, load)
+            session = self._join(push)
+            self._bind(parameters)
+            report = self._receive(session, push, load)
             self._rebuild.version = push.version
             return report
         except BaseException as error:
@@ -78,8 +83,7 @@ class Receiver:
             self._network.abort()
         self._session = self._network = None
         self._slots.reset()
-        self._attached, self._rebuild.version = {}, None
-        self._into = Parameters(self._parameters, self._me, self._in_full)
+        self._attached, self._addresses, self._rebuild.version = {}, {}, None
 
     def close(self) -> None:
         """Free the buffers and the links."""
@@ -94,7 +98,7 @@ class Receiver:
         return trainer_name(message.src) if direct else engine_name(self._spec, message.fetcher)
 
     def _join(self, push: Push) -> Session:
-        """The links of the push's session, made when it is a new one; a new one checks the parameters too."""
+        """The links of the push's session, made when it is a new one."""
         if self._session is None or self._session.name != push.session:
             self.leave(f"{self._me}: a new session began.")
             session = Session(self._me, meeting=push.meeting, name=push.session, before=self._last)
@@ -103,15 +107,23 @@ class Receiver:
             self._network = join_network(
                 session, self._spec, self._spec.trainer.world_size + self._reader, self._device
             )
-            spec, rank = self._spec, self._reader % self._spec.engine.world_size
-            if spec.direct:
-                table, dtype = load_table(spec.hf_config), spec.engine_dtype
-                layouts = sglang_layouts(table, spec.engine, rank, dtype=dtype, quantized=spec.fp8)
-                check_tensors(self._parameters, with_scales(layouts), whose=self._me)
         return self._session
 
+    def _bind(self, parameters: Mapping[str, Tensor]) -> None:
+        """Check and view the parameters, when the session is new or SGLang has put any into other memory."""
+        addresses = {name: tensor.data_ptr() for name, tensor in parameters.items()}
+        if addresses == self._addresses:
+            return
+        spec, rank, version = self._spec, self._reader % self._spec.engine.world_size, self._rebuild.version
+        if spec.direct:
+            table, dtype = load_table(spec.hf_config), spec.engine_dtype
+            layouts = sglang_layouts(table, spec.engine, rank, dtype=dtype, quantized=spec.fp8)
+            check_tensors(parameters, with_scales(layouts), whose=self._me)
+        self._addresses, self._into = addresses, Parameters(parameters, self._me, self._in_full)
+        self._rebuild = Rebuild(self._me, parameters, max((m.nbytes for m in self._messages), default=0))
+        self._rebuild.version = version  # whether they still hold it is proved message by message
+
     def _receive(self, session: Session, push: Push, load: Callable[[NamedTensors], object]) -> LoadReport:
-        start = time.perf_counter()
         into: Parameters | Assembly = self._into
         if not self._spec.direct:
             into = Assembly(with_scales(streamed_layouts(self._spec)), self._device)
@@ -122,14 +134,9 @@ class Receiver:
         arriving = self._arriving(session, push, progress)
         load(arriving)
         for name, _ in arriving:
-            raise SyncError(
-                f"{self._me}: the engine's loader ended before {name} and what follows. Is this model its own?"
-            )
-        check_s, wait_s = progress.timer["check"], progress.timer["wait"]
-        unpack_s = progress.timer["unpack"] if self._spec.direct else time.perf_counter() - start - check_s - wait_s
-        received, covered = progress.received_bytes, progress.covered_bytes
+            raise SyncError(f"{self._me}: the engine's loader ended before {name}. Is this model its own?")
         staging_bytes = self._slots.nbytes + self._rebuild.nbytes + into.peak_bytes
-        return LoadReport(received, covered, self._needed_bytes, unpack_s, check_s, wait_s, staging_bytes)
+        return progress.report(self._needed_bytes, staging_bytes, by_loader=not self._spec.direct)
 
     def _arriving(self, session: Session, push: Push, progress: Progress) -> Iterator[tuple[str, Tensor]]:
         """Until everything has come; HF tensors as they get whole.
@@ -146,13 +153,14 @@ class Receiver:
             while (number := self._due(progress)) is not None:
                 message, link, news = progress.offered.pop(number)
                 progress.taken += 1
-                if self._is_fetched(message):
-                    self._fetch(session, message, news, push=push, progress=progress)
-                else:
-                    self._take(link.peer, message, news, attach(news, self._device, self._attached), push, progress)
-                    link.send(slot=news["slot"])
+                with handling(message, f"{self._me}, from {link.peer}"):
+                    if self._is_fetched(message):
+                        self._fetch(session, message, news, push, progress)
+                    else:
+                        self._take(link.peer, message, news, attach(news, self._device, self._attached), push, progress)
+                        link.send(slot=news["slot"])
                 yield from progress.into.finished()
-                self._reassure(session, progress)
+                progress.reassure(session.givers.values())
 
     def _due(self, progress: Progress) -> int | None:
         """The number of the offer to deal with now, if there is one; what is fetched needs a slot."""
@@ -161,13 +169,6 @@ class Receiver:
         last = self._messages[max(self._unordered, progress.taken + 1) - 1].number
         turns = (n for n in progress.offered if n <= last)
         return next((n for n in turns if self._slots.is_free or not self._is_fetched(progress.offered[n][0])), None)
-
-    def _reassure(self, session: Session, progress: Progress) -> None:
-        """Givers whose turn is far off would take us for stalled."""
-        if time.monotonic() - progress.reassured > STALL_S / 4:
-            progress.reassured = time.monotonic()
-            for link in session.givers.values():
-                link.send(waiting=True)
 
     def _hear(self, session: Session, link: Link, push: Push, progress: Progress) -> None:
         """Deal with one message of a peer."""
@@ -207,9 +208,7 @@ class Receiver:
             )
         return due
 
-    def _fetch(
-        self, session: Session, message: Message, news: dict[str, Any], *, push: Push, progress: Progress
-    ) -> None:
+    def _fetch(self, session: Session, message: Message, news: dict[str, Any], push: Push, progress: Progress) -> None:
         """Get a message from another node, and hand it on inside this one."""
         assert self._network is not None, "messages come from other nodes only where there are several"
         giver = session.givers[trainer_name(message.src)]
@@ -241,9 +240,10 @@ class Receiver:
         if news["delta"]:
             memory = self._rebuild(giver, message, memory, progress.timer, **news["delta"])
         with progress.timer("unpack"):
-            covered = progress.into.write(message, memory, compare=push.compare)
+            progress.into.write(message, memory, compare=push.compare)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # the giver may fill the buffer again
         if message.kind != "local":
-            progress.covered_bytes += covered
-            progress.received_bytes += sent_bytes if news["delta"] else covered
+            progress.covered_bytes += message.payload_bytes
+            # Nobody reads what lies between rectangles.
+            progress.received_bytes += sent_bytes - (0 if news["delta"] else message.nbytes - message.payload_bytes)

@@ -11,7 +11,7 @@ from megatron_rl.errors import SyncError
 from megatron_rl.layouts.compile import megatron_layouts
 from megatron_rl.models import load_table
 from megatron_rl.resharding.delta import Held, clear_gaps
-from megatron_rl.resharding.messages import Message
+from megatron_rl.resharding.messages import Message, handling
 from megatron_rl.resharding.schedule import make_schedule, sends, unordered
 from megatron_rl.resharding.spec import Push, SendReport, SyncSpec, engine_name, trainer_name
 from megatron_rl.resharding.timer import Timer
@@ -63,9 +63,10 @@ class Sender:
             for message in self._messages:
                 with timer("wait"):
                     self._serve(session, until=lambda: self._slots.is_free)
-                with timer("pack"):
-                    memory = self._pack(tensors, message)
-                memory, form = self._shorten(message, memory, push, timer)
+                with handling(message, self._me):
+                    with timer("pack"):
+                        memory = self._pack(tensors, message)
+                    memory, form = self._shorten(message, memory, push, timer)
                 takers = {engine_name(self._spec, reader) for reader in message.takers}
                 description = {"number": message.number, "plan": message.digest, "version": push.version}
                 self._slots.offer(session, takers, len(memory), content=message.content, **description, **form)

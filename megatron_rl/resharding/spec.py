@@ -118,7 +118,7 @@ class SendReport:
     wait_s: float
     """For takers."""
     staging_bytes: int
-    """Memory beside the weights."""
+    """Memory beside the weights, at most: buffers, copies, lists of changes; not what a kernel takes while it runs."""
     compared: int
     """Elements that were compared with the version before; 0 where none is known to be on the engines."""
     changed: int

@@ -37,13 +37,13 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
             state.pop("receiver").close()
         spec = SyncSpec.from_json(message["spec"])
         reader = message["engine"] * spec.engine.world_size + rank
-        state["receiver"] = Receiver(spec, reader, weights_of(model))
+        state["receiver"] = Receiver(spec, reader, next(model.parameters()).device)
         state["direct"] = spec.direct
     if "receiver" not in state:
         raise SyncError(f"engine rank {rank} has no plan yet: the first message to a server must carry the spec.")
     push = Push(**message["push"])
     take: Any = list if state["direct"] else partial(load_named, model)  # a direct push has no named tensors
-    state["report"] = asdict(state["receiver"].receive(push, take))
+    state["report"] = asdict(state["receiver"].receive(weights_of(model), push, take))
     if state["direct"] and hasattr(model, "post_load_weights") and not push.compare:
         # MLA attends with matrices derived from kv_b_proj; SGLang does not refresh them after a custom loader.
         model.post_load_weights()  # type: ignore[operator]

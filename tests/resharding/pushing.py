@@ -120,7 +120,7 @@ class Pushing:
         self.wanted = [fill(layouts, wanted) for _ in range(spec.engines) for layouts in ranks]
         self.parameters = [{name: torch.full_like(t, PAD) for name, t in want.items()} for want in self.wanted]
         self.senders = {rank: Sender(spec, rank) for rank in self.tensors}
-        self.receivers = [Receiver(spec, reader, own) for reader, own in enumerate(self.parameters)]
+        self.receivers = [Receiver(spec, reader) for reader in range(spec.readers)]
         self.loaded: list[list[str]] = [[] for _ in self.receivers]
         """Of each engine rank, what its loader was given."""
 
@@ -138,7 +138,8 @@ class Pushing:
                 pool.submit(sender.send, self.tensors[rank], push) for rank, sender in self.senders.items()
             ]
             loading: list[Future[LoadReport]] = [
-                pool.submit(r.receive, push, partial(self.load, i)) for i, r in enumerate(self.receivers)
+                pool.submit(r.receive, self.parameters[i], push, partial(self.load, i))
+                for i, r in enumerate(self.receivers)
             ]
         if any(future.exception() for future in (*sending, *loading)):
             self.session = secrets.token_hex(8)
@@ -169,6 +170,18 @@ def flip_a_bit(patch: pytest.MonkeyPatch, *, of: int = 0) -> None:
         offer(slots, session, takers, nbytes, **description)
 
     patch.setattr(Slots, "offer", damaged)
+
+
+def before_offer(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
+    """Do something in the middle of a push: before the offer with that number of this process."""
+    offers, offer = itertools.count(1), Slots.offer
+
+    def acting(*args: Any, **description: Any) -> None:
+        if next(offers) == number:
+            act()
+        offer(*args, **description)
+
+    patch.setattr(Slots, "offer", acting)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def test_an_engine_that_was_replaced_gets_everything() -> None:
         it.receivers[1].close()
         for t in it.parameters[1].values():
             t.fill_(PAD)
-        it.receivers[1] = Receiver(it.spec, 1, it.parameters[1])
+        it.receivers[1] = Receiver(it.spec, 1)
         with pytest.raises(SyncError, match="engine 0 rank 1"):
             it.push(2)
 
@@ -203,3 +203,9 @@ def test_two_messages_and_a_copy_are_all_that_it_takes() -> None:
         assert max(of_ranks) < 4 * sent[0].compared <= sum(of_ranks)  # what both ranks want whole is one message
         assert 0 < sent[0].staging_bytes - 4 * sent[0].compared <= 2.1 * BUCKET_BYTES  # a little is alignment
         assert all(0 < report.staging_bytes <= BUCKET_BYTES for report in loaded)
+
+        edit(it, some, 0.25)
+        (more,), _ = it.push(3)
+        messages = len(it.senders[0]._messages)
+        # An index and a value for each change of the message with the most of them.
+        assert 8 * more.changed / messages <= more.staging_bytes - sent[0].staging_bytes < 8 * more.changed

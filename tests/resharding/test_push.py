@@ -1,5 +1,7 @@
 """A push from rank to rank: every byte compared, and every way in which one end can fail the other."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_rl.resharding.spec import Placement
@@ -29,3 +31,13 @@ def test_bytes_cross_nodes_once_and_are_handed_on_inside(family: str) -> None:
 
         assert it.is_complete()
         assert all(report.received_bytes == report.needed_bytes for report in loaded)
+
+
+def test_a_rectangle_that_a_reader_puts_in_two_places_is_received_once() -> None:
+    with pushing(make_spec("qwen3_moe", "one", "tp1")) as it:
+        reader = it.receivers[0]
+        reader._messages = tuple(replace(message, pieces=message.pieces * 2) for message in reader._messages)
+        _, (report,) = it.push()
+
+        assert it.is_complete()
+        assert report.received_bytes == report.covered_bytes == report.needed_bytes

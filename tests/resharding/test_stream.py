@@ -88,7 +88,7 @@ def test_a_trainer_rank_whose_turn_is_far_off_waits_for_it(monkeypatch: pytest.M
 
         monkeypatch.setattr(it, "load", slow)
         monkeypatch.setattr("megatron_rl.resharding.transport.links.STALL_S", stall_s)
-        monkeypatch.setattr("megatron_rl.resharding.receiver.STALL_S", stall_s)
+        monkeypatch.setattr("megatron_rl.resharding.progress.STALL_S", stall_s)
         it.push(version=2)
 
         check(it)

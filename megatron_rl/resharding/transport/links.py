@@ -63,7 +63,9 @@ class Link:
         try:
             message: dict[str, Any] = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise SyncError(f"{self.peer} ended in the middle of a weight update.") from error
+            raise SyncError(
+                f"{self.peer} ended in the middle of a weight update; its log says why. Resume with the same command."
+            ) from error
         if "failed" in message:
             raise SyncError(message["failed"])
         return message

@@ -4,6 +4,7 @@ Anonymous files (memfd) rather than names below /dev/shm: the kernel frees them 
 leaves nothing behind, and the size of /dev/shm, 64 MiB in many containers, does not matter.
 """
 
+import errno
 import mmap
 import os
 
@@ -37,7 +38,7 @@ class SharedBuffer:
 def attach_shared(path: str, nbytes: int) -> Tensor:
     """Another process's SharedBuffer: uint8 [nbytes], not to be written.
 
-    Raises: SyncError when the owner is gone or the size is not the announced one.
+    Raises: SyncError when the owner is gone or the size is not the announced one; OSError without memory to map it.
     """
     try:
         with open(path, "r+b") as file:
@@ -46,6 +47,8 @@ def attach_shared(path: str, nbytes: int) -> Tensor:
                 raise SyncError(f"{path} has {size} bytes where {nbytes} were announced: not the expected buffer.")
             return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise
         raise SyncError(
             f"The shared memory {path} cannot be opened ({error}): the process that wrote it has ended, or runs as "
             "another user or on another machine. Start both sides on one machine as one user."

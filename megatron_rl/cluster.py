@@ -35,6 +35,8 @@ LOOK_EVERY_S = 10.0
 GRACE_S = 2.0
 """After a first failure: time for a dead actor to be told apart from its peers' broken connections."""
 LOG_TAIL_LINES = 12
+CAUSES_SHOWN = 4
+"""Of several processes that failed in ways of their own."""
 _GUARD = """
 import contextlib, os, signal, sys
 sys.stdin.read()  # until the driver, which has the other end, is gone
@@ -171,6 +173,13 @@ def gather(
     return ray.get(list(calls.values()))
 
 
+def still_running(calls: Mapping[str, Any], timeout_s: float) -> list[str]:
+    """Names of the calls that have not ended, well or not, within `timeout_s`."""
+    names = {ref: name for name, ref in calls.items()}
+    _, late = ray.wait(list(names), num_returns=len(names), timeout=timeout_s) if names else ([], [])
+    return [names[ref] for ref in late]
+
+
 def _explain(failed: Mapping[str, Exception], *, what: str, logs: Path | None) -> Exception:
     """One error for several processes that failed together: a death outranks what it made its peers suffer."""
     if lost := _lost_nodes():
@@ -192,9 +201,12 @@ def _explain(failed: Mapping[str, Exception], *, what: str, logs: Path | None) -
                 kind, text = raised.groups()
                 return _OURS_BY_NAME.get(kind, BackendError)(f"{what}: {name} could not start: {kind}: {text}")
             return BackendError(f"{what}: {name} died. {_tail(name, logs)}Resume with the same command.")
-    ours = [e.cause for e in failed.values() if isinstance(getattr(e, "cause", None), _OURS)]  # type: ignore[attr-defined]
-    for one in [*(e for e in ours if not _PEER_IS_GONE.search(str(e))), *ours]:
-        return type(one)(str(one))
+    causes = [getattr(error, "cause", error) for error in failed.values()]
+    ours = {str(cause): cause for cause in causes if isinstance(cause, _OURS)}
+    told = [text for text in ours if not _PEER_IS_GONE.search(text)] or list(ours)
+    if told:
+        more = f"\nand {len(told) - CAUSES_SHOWN} more" if len(told) > CAUSES_SHOWN else ""
+        return type(ours[told[0]])("\n".join(told[:CAUSES_SHOWN]) + more)
     name, error = next(iter(failed.items()))
     cause = getattr(error, "cause", error)
     logger.error("%s: %s\n%s", what, name, error)

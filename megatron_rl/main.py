@@ -94,7 +94,7 @@ def _stop(*_: object) -> None:
 def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     """Read data and model, start what `config.mode` needs, run its loop, export. `stack` ends what was started."""
     from megatron_rl.algorithms.recipes import find_recipe
-    from megatron_rl.cluster import gather
+    from megatron_rl.cluster import gather, still_running
     from megatron_rl.controller import Parts, sample, train
     from megatron_rl.data.prompts import load_prompts
     from megatron_rl.data.sources import characters, read_questions
@@ -151,7 +151,7 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
         spec = sync_spec(config, hf, trainer, fleet)
         if not spec.direct:
             metrics.status(why_streamed(config.rollout.sglang, streamed_layouts(spec), ranks=spec.readers))
-        sync = EngineSync(trainer, fleet, spec, gather=wait, verify_every=verify_every)
+        sync = EngineSync(trainer, fleet, spec, gather=wait, still_running=still_running, verify_every=verify_every)
         train(config, Parts(**training, engine=fleet, reward=scoring, recipe=recipe, weights=sync))
     metrics.status("exporting the weights")
     with written_whole(run.hf) as unfinished:

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from megatron_rl import cluster, placement
-from megatron_rl.errors import BackendError, ConfigError
+from megatron_rl.errors import BackendError, ConfigError, SyncError
 
 pytestmark = pytest.mark.live
 
@@ -33,6 +33,8 @@ class Process:
         if what == "end":
             time.sleep(0.5)  # its peers notice first
             raise BackendError("engine-0-part-1 ended.")
+        if what == "theirs":
+            raise SyncError("engine 0 rank 1 ended.")
         if what == "sleep":
             time.sleep(60)
         return what
@@ -93,6 +95,30 @@ def test_a_watched_process_that_ends_ends_the_wait_for_others(pool: placement.Po
 def test_an_error_of_ours_arrives_as_itself(pool: placement.Pool, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tp=3 is impossible. Set tp to 2."):
         call(pool, tmp_path, ["a", "ours"])
+
+
+def test_errors_that_differ_are_all_told_and_equal_ones_once(pool: placement.Pool, tmp_path: Path) -> None:
+    for orders in (["ours", "theirs"], ["theirs", "ours"]):
+        with pytest.raises((ConfigError, SyncError)) as raised:
+            call(pool, tmp_path, orders)
+        assert sorted(str(raised.value).split("\n")) == ["engine 0 rank 1 ended.", "tp=3 is impossible. Set tp to 2."]
+    with pytest.raises(SyncError, match=r"\Aengine 0 rank 1 ended\.\Z"):
+        call(pool, tmp_path, ["theirs", "theirs"])
+
+
+def test_who_has_not_ended_is_known_whether_others_failed_or_not(pool: placement.Pool, tmp_path: Path) -> None:
+    actors = [pool.spawn(Process, index=i, log=tmp_path / f"trainer-{i}.log") for i in range(2)]
+    calls = {"trainer-0": actors[0].do.remote("sleep"), "trainer-1": actors[1].do.remote("ours")}
+
+    try:
+        with pytest.raises(ConfigError):
+            cluster.gather(calls, what="Step 3", timeout_s=30.0)
+        assert cluster.still_running(calls, 0.1) == ["trainer-0"]
+        assert cluster.still_running({}, 10.0) == []
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+    assert cluster.still_running(calls, 10.0) == []
 
 
 def test_no_answer_in_time_names_who_is_missing(pool: placement.Pool, tmp_path: Path) -> None:

@@ -84,11 +84,15 @@ class Engine:
 
     def __init__(self, server: Server):
         self.server = server
-        self.pause, self.commit = server.pause, server.commit
+        self.pause = server.pause
         self._pool = ThreadPoolExecutor(1)
 
     def loading(self, spec: SyncSpec, push: Push) -> dict[str, Any]:
         return {"engine-0": self._pool.submit(self.server.load_weights, spec, push)}
+
+    def commit(self, version: int) -> None:
+        self.server.commit(version)
+        self.server.resume()
 
 
 def measure(directory: Path, model: dict[str, Any], layout: str, *, rounds: int, bucket_mb: int) -> dict[str, Any]:
@@ -120,7 +124,8 @@ def measure(directory: Path, model: dict[str, Any], layout: str, *, rounds: int,
             "bfloat16",
             bucket_bytes=bucket_mb << 20,
         )
-        sync = EngineSync(trainer, Engine(server), spec, gather=results)
+        last = {"gather": results, "still_running": lambda calls, timeout_s: []}  # a push that fails is the last
+        sync = EngineSync(trainer, Engine(server), spec, **last)
         count = trainer.plan_gather()
         records = [one_round(trainer, server, sync, i, buckets=count) for i in range(rounds + 1)][1:]
         memcpy = memcpy_gb_per_s()
@@ -162,6 +167,7 @@ def one_round(
         server._post("/update_weights_from_tensor", {**update, "flush_cache": False})
     server._post("/end_weight_update", {})
     server.commit(2 * number + 2)
+    server.resume()
     gather_s = time.perf_counter() - start
     if not before != after == server.checksums():
         raise SystemExit("The two arms leave the server with different weights: the comparison means nothing.")

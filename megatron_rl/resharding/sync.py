@@ -12,6 +12,9 @@ from megatron_rl.resharding.spec import LoadReport, Push, SendReport, SyncSpec
 
 logger = logging.getLogger(__name__)
 
+LAST_CALLS_S = 30.0
+"""For the calls of a push that failed to end: what each of them waits for has a shorter deadline."""
+
 
 class WeightSender(Protocol):
     """The trainer, as far as a push needs it."""
@@ -37,7 +40,7 @@ class WeightReceiver(Protocol):
         ...
 
     def commit(self, version: int) -> None:
-        """Every engine takes the version and generates again."""
+        """Every engine takes the version, and when all have, they generate again."""
         ...
 
 
@@ -51,18 +54,22 @@ class EngineSync:
         spec: SyncSpec,
         *,
         gather: Callable[[Mapping[str, Any]], Sequence[Any]],
+        still_running: Callable[[Mapping[str, Any], float], Sequence[str]],
         verify_every: int = 0,
     ):
-        """gather: the results of calls, in order; raises with the first failure.
+        """gather: the results of calls, in order; raises with the first failure, also while others still run.
 
+        still_running: names of the calls that have not ended within so many seconds.
         verify_every: versions that it divides are compared element by element after the load; 0 compares none.
         """
         self._sender = sender
         self._receiver = receiver
         self._spec = spec
-        self._gather = gather
+        self._gather, self._still_running = gather, still_running
         self._verify_every = verify_every
         self._session: str | None = None
+        self._running: dict[str, Any] = {}
+        """Calls of which some may not have ended."""
 
     def push(self, *, version: int) -> dict[str, float]:
         """Pause, and send, load and verify on every rank; only then commit `version` and generate again.
@@ -70,6 +77,7 @@ class EngineSync:
         Raises: SyncError naming the ranks; the engines stay paused, and serve no mixture of versions.
         """
         times = [time.perf_counter()]
+        self._end_last()
         self._receiver.pause()
         times.append(time.perf_counter())
         session, self._session = self._session or secrets.token_hex(16), None
@@ -102,10 +110,24 @@ class EngineSync:
             "sync/check_s": max(r.check_s for r in both),
         }
 
+    def _end_last(self) -> None:
+        """Wait for what still runs of a push that failed: its ranks would come late to this one.
+
+        Raises: SyncError naming the processes that do not end.
+        """
+        if late := self._still_running(self._running, LAST_CALLS_S):
+            raise SyncError(
+                f"{', '.join(late)} did not end the push before, which failed, within {LAST_CALLS_S:.0f} s: stopped or "
+                "hanging. The engines stay paused. End the run and resume with the same command."
+            )
+        self._running = {}
+
     def _move(self, push: Push) -> tuple[list[SendReport], list[LoadReport]]:
         """Run both sides. Raises: SyncError when a rank got more or less than its parameters hold."""
         sending, loading = self._sender.sending(self._spec, push), self._receiver.loading(self._spec, push)
-        reports = self._gather({**sending, **loading})
+        self._running = {**sending, **loading}
+        reports = self._gather(self._running)
+        self._running = {}
         loaded = [report for engine in reports[len(sending) :] for report in engine]
         covered, needed = sum(r.covered_bytes for r in loaded), sum(r.needed_bytes for r in loaded)
         if covered != needed:

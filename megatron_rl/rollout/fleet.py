@@ -118,9 +118,10 @@ class Fleet:
         }
 
     def commit(self, version: int) -> None:
-        """Every engine takes the version and generates again."""
+        """Every engine takes the version, and when all have, they generate again: never some with it, some without."""
         self._call("commit", version, what="Committing the weights")
         self._version = version
+        self._call("resume", what="Resuming the engines")
 
     def stop(self) -> None:
         """End every server and its actor, also where some have died."""

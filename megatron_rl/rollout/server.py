@@ -4,10 +4,11 @@ Runs as an actor; `fleet.py` is the driver's side. The message that `load_weight
 """
 
 import base64
+import contextlib
 import json
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -74,6 +75,7 @@ class Server:
 
     def start(self, meeting: str | None = None) -> None:
         """Start the process and wait until it is healthy. Raises: BackendError with the server's own error text."""
+        self._loading, self._spec, self._broken = False, None, None  # of a process that ended
         self._process = ServerProcess(self.settings, meeting)
 
     def watch(self) -> None:
@@ -118,8 +120,13 @@ class Server:
         return _pack(prompts, results), answers
 
     def pause(self) -> None:
-        """Stop generating; running requests wait and lose their cached keys and values."""
-        self._post("/pause_generation", {"mode": "retract"})
+        """Stop generating until `resume`; running requests wait and lose their cached keys and values.
+
+        Raises: SyncError, as the rest of an update does, when the server ends or refuses.
+        """
+        self._broken = "an update has begun."
+        with self._updating("pause"):
+            self._post("/pause_generation", {"mode": "retract"})
 
     def load_weights(self, spec: SyncSpec, push: Push, *, engine: int = 0) -> list[LoadReport]:
         """Take every weight from the trainer's ranks, which send at the same time; the server must be paused.
@@ -140,7 +147,7 @@ class Server:
             "flush_cache": True,  # what the old weights computed
         }
         self._broken, self._spec = "an update did not finish.", None
-        try:
+        with self._updating("take the weights"):
             if self._loading:
                 self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {})
@@ -148,17 +155,28 @@ class Server:
             # With data-parallel attention each group answers, all with the reports of every rank.
             reports = json.loads(self._post("/update_weights_from_tensor", update)["message"].split(" | ")[0])
             self._post("/end_weight_update", {})
-        except BackendError as error:
-            self._broken = str(error)
-            raise SyncError(f"{self.settings.title} did not take the weights: {error}") from error
         self._loading, self._spec = False, spec
         return [LoadReport(**r) for r in reports]
 
     def commit(self, version: int) -> None:
-        """Give the loaded weights their version, and generate again."""
-        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        """Give the loaded weights their version. Still paused."""
+        with self._updating(f"commit version {version}"):
+            self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def resume(self) -> None:
+        """Generate again, with weights that are one version."""
+        with self._updating("resume"):
+            self._post("/continue_generation", {})
         self._broken = None
-        self._post("/continue_generation", {})
+
+    @contextlib.contextmanager
+    def _updating(self, what: str) -> Iterator[None]:
+        """Raises: SyncError for what fails in the middle of an update; then there is no generating before another."""
+        try:
+            yield
+        except BackendError as error:
+            self._broken = str(error)
+            raise SyncError(f"{self.settings.title} did not {what}: {error}") from error
 
     def checksums(self) -> list[dict[str, str]]:
         """Per rank: parameter name -> checksum, computed by the server."""

@@ -52,7 +52,7 @@ class Worker:
         self.phase = ""
         self.updates = 0
         self.reference: dict[str, Tensor] | None = None
-        self.senders: dict[str, Sender] = {}
+        self.sender: tuple[SyncSpec, Sender] | None = None
 
     def address(self) -> str:
         """`tcp://host:port` where the ranks can meet; for rank 0, which listens there from now on."""
@@ -236,17 +236,17 @@ class Worker:
         dist.barrier()
 
     def send_weights(self, spec: SyncSpec, push: Push) -> SendReport:
-        """Give the engines' ranks what they need of this one, while they load."""
-        key = json.dumps(spec.to_json(), sort_keys=True)
-        if key not in self.senders:
-            self.senders[key] = Sender(spec, self.rank, self.device)
-        return self.senders[key].send(self.tensors, push)
+        """Give the engines' ranks what they need of this one, while they load. Another `spec` begins a new session."""
+        if self.sender is None or self.sender[0] != spec:
+            self.close()
+            self.sender = spec, Sender(spec, self.rank, self.device)
+        return self.sender[1].send(self.tensors, push)
 
     def close(self) -> None:
         """Free what outlives the process."""
-        for sender in self.senders.values():
-            sender.close()
-        self.senders.clear()
+        if self.sender is not None:
+            self.sender[1].close()
+            self.sender = None
 
     def pid(self) -> int:
         """Of this rank's process."""

@@ -5,11 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.layouts.sglang_topology import SglangTopology
+from megatron_rl.resharding.spec import SyncSpec
 from megatron_rl.rollout.server import Server
-from tests.rollout.servers import checkpoint, running
+from tests.rollout.servers import checkpoint, hf_config, running, state_of
 from tests.tiny import GRID
 
 
@@ -23,6 +27,21 @@ class Engines:
     other: Path
     """Another checkpoint of the same config."""
     servers: dict[int, Server]
+    twin: Server
+    """Another one of size 2."""
+
+    @property
+    def named(self) -> dict[str, Server]:
+        return {"tp1": self.servers[1], "tp2": self.servers[2], "twin": self.twin}
+
+    def spec(self, trainer: MegatronTopology, *, tp: int = 2, **options: Any) -> SyncSpec:
+        """Of pushes into servers of this size."""
+        return SyncSpec(hf_config(self.path), trainer, SglangTopology(tp=tp), *["float32"] * 2, **options)
+
+    def from_one_rank(self, **options: Any) -> SyncSpec:
+        """Of pushes from a trainer of one rank."""
+        mtp = hf_config(self.path).get("num_nextn_predict_layers", 0)
+        return self.spec(MegatronTopology(world_size=1, num_layers=4, mtp_layers=mtp), **options)
 
 
 @pytest.fixture(scope="package", params=GRID)
@@ -33,7 +52,14 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     other = checkpoint(directory, request.param, dtype="float32", seed=2)
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         starts = {
-            tp: pool.submit(stack.enter_context, running(path, name=f"engine-tp{tp}", tp=tp, dtype="float32"))
-            for tp in (1, 2)
+            name: pool.submit(stack.enter_context, running(path, name=f"engine-{name}", tp=tp, dtype="float32"))
+            for name, tp in (("tp1", 1), ("tp2", 2), ("twin", 2))
         }
-        yield Engines(request.param, path, other, {tp: start.result() for tp, start in starts.items()})
+        one, two, twin = (start.result() for start in starts.values())
+        yield Engines(request.param, path, other, {1: one, 2: two}, twin)
+
+
+@pytest.fixture(scope="package")
+def fresh(engines: Engines) -> dict[int, Any]:
+    """What the servers are, having loaded the checkpoint from disk and nothing else."""
+    return {tp: state_of(server) for tp, server in engines.servers.items()}

@@ -1,5 +1,6 @@
 """Pushes from trainers that tests run themselves into servers: calls are futures here, or Ray's references."""
 
+import concurrent.futures
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,20 +31,42 @@ def gather(calls: Mapping[str, Any]) -> list[Any]:
     return [results[name] for name in calls]
 
 
+def still_running(calls: Mapping[str, Any], timeout_s: float) -> list[str]:
+    """Names of the calls that have not ended within `timeout_s`."""
+    refs = {name: call for name, call in calls.items() if isinstance(call, ray.ObjectRef)}
+    futures = {call: name for name, call in calls.items() if name not in refs}
+    _, late = concurrent.futures.wait(futures, timeout_s)
+    return [*cluster.still_running(refs, timeout_s), *(futures[call] for call in late)]
+
+
+WAITING = {"gather": gather, "still_running": still_running}
+
+
 def in_thread(call: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
     """A call that has begun."""
     return ThreadPoolExecutor(1).submit(call, *args, **options)
 
 
-class OneServer:
-    """Satisfies `sync.WeightReceiver`."""
+class Servers:
+    """Satisfies `sync.WeightReceiver`, as `fleet.Fleet` does over actors."""
 
-    def __init__(self, server: Server):
-        self.server = server
-        self.pause, self.commit = server.pause, server.commit
+    def __init__(self, *servers: Server):
+        self.servers = servers
+
+    def pause(self) -> None:
+        for server in self.servers:
+            server.pause()
 
     def loading(self, spec: SyncSpec, push: Push) -> dict[str, Any]:
-        return {"engine-0": in_thread(self.server.load_weights, spec, push)}
+        return {
+            f"engine-{i}": in_thread(server.load_weights, spec, push, engine=i) for i, server in enumerate(self.servers)
+        }
+
+    def commit(self, version: int) -> None:
+        for server in self.servers:
+            server.commit(version)
+        for server in self.servers:
+            server.resume()
 
 
 class Meeting:

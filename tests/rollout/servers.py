@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from megatron_rl.models.random_checkpoint import write_random_checkpoint
@@ -68,8 +70,24 @@ def assert_greedy_text_is_that_of_transformers(server: Server, path: Path) -> No
     assert max(lengths) == 16
 
 
+def schedulers(group: int) -> list[int]:
+    """Pids of the ranks of the server that leads this process group."""
+    ranks = {}
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        with contextlib.suppress(ProcessLookupError):
+            if line.startswith("sglang::scheduler") and os.getpgid(process.pid) == group:
+                ranks[line] = process.pid
+    return [ranks[line] for line in sorted(ranks)]
+
+
 def greedy_text(server: Server) -> list[int]:
     """Tokens of three prompts and their most likely continuations."""
     prompts = ((5, 6, 7, 8), (9, 10, 11, 12, 13), (40, 30, 20))
     rollouts, _ = server.generate(Request(prompts, 1, (0, 0, 0), max_tokens=16, temperature=0.0))
     return rollouts.tokens.tolist()
+
+
+def state_of(server: Server) -> tuple[list[dict[str, str]], list[int]]:
+    """Checksum of every parameter of every rank, and greedy text, which sees MLA's derived matrices too."""
+    return server.checksums(), greedy_text(server)

@@ -133,4 +133,4 @@ def test_calls_on_a_server_that_is_not_running_say_so(path: Path) -> None:
     server = Server(ServerSettings(name="engine-0", model_path=str(path), log_path="/dev/null", device="cpu"))
 
     with pytest.raises(BackendError, match="engine-0 is not running"):
-        server.pause()
+        server.checksums()

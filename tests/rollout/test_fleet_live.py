@@ -3,10 +3,11 @@
 import json
 import os
 import signal
-import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,19 +20,25 @@ from megatron_rl.config import RewardConfig, RolloutConfig, SamplingConfig
 from megatron_rl.errors import BackendError, DataError, SyncError
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
-from megatron_rl.resharding.spec import SyncSpec
+from megatron_rl.resharding.spec import Push, SendReport, SyncSpec
 from megatron_rl.resharding.sync import EngineSync
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.rollout.samples import read_samples
 from megatron_rl.rollout.scorer import Scoring
+from megatron_rl.rollout.server import Request
+from megatron_rl.trainer.trainer import MegatronTrainer
+from megatron_rl.trainer.worker import Worker
 from megatron_rl.types import Prompt
-from tests.resharding.pushing import flip_a_bit
-from tests.rollout.pushes import RankHere, gather
-from tests.rollout.servers import START_TIMEOUT_S, checkpoint, hf_config
+from tests.resharding.pushing import before_offer, flip_a_bit
+from tests.rollout.pushes import WAITING, RankHere
+from tests.rollout.servers import START_TIMEOUT_S, checkpoint, hf_config, schedulers
+from tests.trainer.setup import make_config
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 ENGINES = 2
+RANKS = 2
+SOON_S = 30.0
 PROMPTS = [Prompt(id=f"p{i}", text=f"p{i}", tokens=tuple(range(3, 5 + i)), answer="a") for i in range(10)]
 
 
@@ -48,7 +55,7 @@ class Setting:
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     directory = tmp_path_factory.mktemp("fleet")
     path = checkpoint(directory, "qwen3_moe", dtype="float32", seed=1)
-    cluster.start(address=None, cpus=ENGINES + 1)
+    cluster.start(address=None, cpus=ENGINES + RANKS + 1)
     try:
         rollout = RolloutConfig(
             engines=ENGINES, dtype="float32", max_running_requests=8, start_timeout_s=START_TIMEOUT_S
@@ -122,9 +129,7 @@ def test_a_push_reaches_both_engines_and_a_damaged_one_leaves_them_paused(
     spec = spec_of(setting.path)
     before = setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
 
-    sync, back = (
-        EngineSync(RankHere(path, spec), setting.fleet, spec, gather=gather) for path in (other, setting.path)
-    )
+    sync, back = (EngineSync(RankHere(path, spec), setting.fleet, spec, **WAITING) for path in (other, setting.path))
     metrics = sync.push(version=7)
     pushed = setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
     with monkeypatch.context() as patch:
@@ -145,24 +150,101 @@ def test_a_push_reaches_both_engines_and_a_damaged_one_leaves_them_paused(
     assert rows[0] == rows[2] != rows[1]
 
 
+class Killer(Worker):
+    """Its second rank kills the process whose pid the file `victim` beside the model holds, in the middle of a push."""
+
+    def send_weights(self, spec: SyncSpec, push: Push) -> SendReport:
+        victim = self.source / "victim"
+        with pytest.MonkeyPatch.context() as patch:
+            if self.rank == 1 and victim.exists():
+                pid = int(victim.read_text())
+                victim.unlink()
+                before_offer(patch, 3, lambda: os.kill(pid, signal.SIGKILL))
+            return super().send_weights(spec, push)
+
+
+class KillingTrainer(MegatronTrainer):
+    worker = Killer
+
+
+def dies_in_a_push(setting: Setting, sync: EngineSync, version: int, pid: int, match: str) -> None:
+    """The process ends in the middle of the push, which says so soon, and leaves no engine generating."""
+    (setting.path / "victim").write_text(str(pid))
+    begin = time.monotonic()
+    with pytest.raises((SyncError, BackendError), match=match):
+        sync.push(version=version)
+    assert time.monotonic() - begin < SOON_S
+    for server in setting.fleet._servers.values():
+        with pytest.raises(SyncError, match="may hold a mixture of weights"):
+            ray.get(server.generate.remote(Request(((5, 6),), 1, (0,), max_tokens=1, temperature=0.0)))
+
+
+def test_who_is_killed_in_the_middle_of_a_push_is_named_and_what_takes_its_place_is_pushed_to(setting: Setting) -> None:
+    """One test: each start takes seconds."""
+    before = setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
+    spec = spec_of(setting.path)
+    two = replace(spec, trainer=MegatronTopology(world_size=RANKS, ep=2, num_layers=4), bucket_bytes=1 << 14)
+    config, pool = make_config({"ep": 2}, world_size=RANKS), placement.Pool("trainer", RANKS, cpus=1)
+    trainer = KillingTrainer(config, setting.path, pool=pool, logs=setting.logs)
+    trainer.ready()
+    wait = partial(cluster.gather, what="Weight sync", timeout_s=60, logs=setting.logs)
+    sync = EngineSync(trainer, setting.fleet, two, gather=wait, still_running=cluster.still_running)
+
+    sync.push(version=20)
+    engine = setting.fleet._servers["engine-0"]
+    (scheduler,) = schedulers(ray.get(engine.pid.remote()))
+    named = r"engine 0 rank 0 ended in the middle of a weight update.*Resume with the same command"
+    dies_in_a_push(setting, sync, 21, scheduler, named)
+    with pytest.raises(SyncError, match="engine-0 did not pause: engine-0 ended (?s:.*)Resume with the same command"):
+        sync.push(version=22)
+    ray.get(engine.stop.remote())
+    ray.get(engine.start.remote())
+    metrics = sync.push(version=23)
+    healed = [setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)]
+
+    rank = ray.get(trainer._actors[1].pid.remote())
+    dies_in_a_push(setting, sync, 24, rank, r"(?s)Weight sync: trainer-1 died\..*Resume with the same command")
+    trainer.stop()
+    EngineSync(RankHere(setting.path, spec), setting.fleet, spec, **WAITING).push(version=25)
+    healed.append(setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5))
+
+    assert metrics["sync/bytes_received"] == metrics["sync/bytes_needed"]
+    assert [{s.version for s in samples} for samples in healed] == [{23}, {25}]
+    rows = [[ray.get(s.rollouts).row(s.row)[0].tolist() for s in samples] for samples in (before, *healed)]
+    assert rows[0] == rows[1] == rows[2]
+
+
+class DiesBeforeCommit:
+    """A fleet whose last engine ends when all have loaded. Satisfies `sync.WeightReceiver`."""
+
+    def __init__(self, fleet: Fleet, pid: int):
+        self.fleet, self.pid, self.pause, self.loading = fleet, pid, fleet.pause, fleet.loading
+
+    def commit(self, version: int) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.fleet.commit(version)
+
+
 def test_engines_that_die_are_named_and_leave_no_process(setting: Setting) -> None:
     """Last: the fleet does not survive it."""
-    ours = {p: " ".join(p.cmdline()).strip() for p in psutil.Process().children(recursive=True)}
+    found = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    ours = {p: " ".join(p.cmdline()).strip() for p in found}
     launched = {p for p, line in ours.items() if "megatron_rl.rollout.launch" in line}
     servers = {p.pid: p for p in launched if ours.get(p.parent(), "").startswith("ray::")}
     waiting = [p for p, line in ours.items() if line in {f"megatron-rl: waits for the end of {pid}" for pid in servers}]
     assert len(servers) == len(waiting) == ENGINES
-    schedulers = [p for p, line in ours.items() if line.startswith("sglang::")]
-    first, second = sorted(servers)
-    threading.Timer(0.5, lambda: os.kill(first, signal.SIGKILL)).start()
+    children = [pid for server in servers for pid in schedulers(server)]
+    first, second = (ray.get(setting.fleet._servers[f"engine-{i}"].pid.remote()) for i in range(ENGINES))
+    spec = spec_of(setting.path)
+    dying = DiesBeforeCommit(setting.fleet, second)
 
-    with pytest.raises(BackendError, match=r"(?s)engine-\d ended during /generate.*exit code -9"):
-        for seed in range(1000):
-            setting.fleet.generate(PROMPTS, samples_per_prompt=8, seed=seed)
+    with pytest.raises(SyncError, match=r"(?s)engine-1 did not commit version 30: engine-1 ended .*exit code -9"):
+        EngineSync(RankHere(setting.path, spec), dying, spec, **WAITING).push(version=30)
+    with pytest.raises(SyncError, match="engine-0 may hold a mixture of weights"):  # it has all of one version, alone
+        ray.get(setting.fleet._servers["engine-0"].generate.remote(Request(((5, 6),), 1, (0,), 1, 0.0)))
 
-    actor = servers[second].ppid()
-    os.kill(actor, signal.SIGKILL)
-    with pytest.raises(BackendError, match=r"engine-\d died"):
+    os.kill(servers[first].ppid(), signal.SIGKILL)
+    with pytest.raises(BackendError, match=r"engine-0 died"):
         setting.fleet.pause()
-    _, alive = psutil.wait_procs([*servers.values(), *waiting, *schedulers], timeout=10)
+    _, alive = psutil.wait_procs([*servers.values(), *waiting, *map(psutil.Process, children)], timeout=10)
     assert alive == []

@@ -1,7 +1,6 @@
 """Real megatron ranks push into real servers: afterwards each server is what a fresh one is that loaded the export."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,116 +8,84 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.errors import SyncError
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
-from megatron_rl.resharding.spec import SyncSpec
+from megatron_rl.resharding.spec import Placement, SyncSpec
 from megatron_rl.resharding.sync import EngineSync
-from megatron_rl.rollout.server import Server
+from megatron_rl.resharding.transport.network import Network
 from megatron_rl.trainer import weights
 from megatron_rl.trainer.worker import Worker
-from tests.resharding.pushing import flip_a_bit
 from tests.rollout.conftest import Engines
-from tests.rollout.pushes import FirstRank, OneServer, RankHere, follow, gather
-from tests.rollout.servers import greedy_text, hf_config
+from tests.rollout.pushes import WAITING, FirstRank, RankHere, Servers, follow
+from tests.rollout.servers import hf_config, state_of
 from tests.trainer.ranks import run_ranks
 from tests.trainer.setup import make_config
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 TP2 = {"tp": 2, "sp": True}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, TP2),
-    "pp2": (2, {"pp": 2}),
-    "ep2": (2, {"ep": 2}),
-    "tp2_ep2": (2, {**TP2, "ep": 2}),
-    "pp2_ep2": (4, {"pp": 2, "ep": 2}),
+LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "tp2": (2, TP2, ("tp1", "tp2")),
+    "pp2": (2, {"pp": 2}, ("tp1", "tp2")),
+    "ep2": (2, {"ep": 2}, ("tp1", "tp2")),
+    "tp2_ep2": (2, {**TP2, "ep": 2}, ("tp1", "tp2", "far")),
+    "pp2_ep2": (4, {"pp": 2, "ep": 2}, ("tp1", "tp2", "far twins", "twins")),
 }
+"""Ranks, layout, and the TARGETS that they push into."""
+NODE = ((0, 0), (0, 1), (0, 2), (0, 3))
+OTHER = ((1, 0), (1, 1), (1, 2), (1, 3))
+TARGETS: dict[str, tuple[tuple[str, ...], int, tuple[Any, Any] | None]] = {
+    "tp1": (("tp1",), 1, None),
+    "tp2": (("tp2",), 2, None),
+    "far": (("tp2",), 2, (NODE[:2], OTHER[:2])),
+    "far twins": (("tp2", "twin"), 2, (NODE, OTHER)),
+    # The first engine on the node of the last stage, on a device with a rank of it; the second far from all.
+    "twins": (("tp2", "twin"), 2, ((*NODE[:2], *OTHER[:2]), (OTHER[0], OTHER[2], (2, 0), (2, 1)))),
+}
+"""Servers, their tp, and where trainer ranks and engine ranks stand; None: on one node."""
 
 
-def state_of(server: Server) -> tuple[list[dict[str, str]], list[int]]:
-    """Checksum of every parameter of every rank, and greedy text, which sees MLA's derived matrices too."""
-    return server.checksums(), greedy_text(server)
+def push_all(
+    rank: int, engines: Engines, layout: str, meeting: str, export: Path
+) -> dict[str, tuple[list[Any], dict[str, float], int]]:
+    """Push the other checkpoint, then their own, into each target, and export the latter.
 
-
-def push_both(
-    rank: int, engines: Engines, parallel: dict[str, Any], world_size: int, meeting: str, export: Path
-) -> dict[int, Any]:
-    """Push the other checkpoint, then their own, into both servers. [tp] -> (state between, state after, metrics)."""
+    Returns: by target, the servers' states after each push, and the metrics of the second, on the first rank; the bytes
+    that this rank sent to another node in the first push.
+    """
+    world_size, parallel, targets = LAYOUTS[layout]
     worker = Worker(make_config(parallel, world_size=world_size), rank, str(engines.other))
     worker.build(meeting)
-    found = {}
-    if rank == 0:
-        ranks, syncs, states = FirstRank(worker), {}, {}
-        for tp, server in engines.servers.items():
-            spec = SyncSpec(hf_config(engines.path), worker.topology, SglangTopology(tp=tp), "float32", "float32")
-            syncs[tp] = EngineSync(ranks, OneServer(server), spec, gather=gather, verify_every=9)
-            syncs[tp].push(version=8)
-            states[tp] = state_of(server)
-        ranks.release()
-    else:
-        follow(worker)
-    weights.import_hf(engines.path, worker.tensors, worker.layouts)
+    ranks, found, crossed = FirstRank(worker) if rank == 0 else None, {}, []
+    send = Network.send
+    Network.send = lambda network, data, peer: (crossed.append(data.nbytes), send(network, data, peer))[1]
+    for target in targets:
+        names, tp, places = TARGETS[target]
+        servers, placement = [engines.named[name] for name in names], places and Placement(*places)
+        spec = engines.spec(worker.topology, tp=tp, engines=len(servers), placement=placement)
+        sync = EngineSync(ranks, Servers(*servers), spec, **WAITING, verify_every=9) if ranks else None
+        states, metrics, sent = [], {}, []
+        for version, path in ((8, engines.other), (9, engines.path)):
+            weights.import_hf(path, worker.tensors, worker.layouts)
+            crossed.clear()
+            if sync is None:
+                follow(worker)
+            else:
+                metrics = sync.push(version=version)
+                states.append([state_of(server) for server in servers])
+                ranks.release()
+            sent.append(sum(crossed))
+        found[target] = states, metrics, sent[0]
     worker.export(str(export))
-    if rank == 0:
-        for tp, server in engines.servers.items():
-            metrics = syncs[tp].push(version=9)
-            found[tp] = (states[tp], state_of(server), metrics)
-        ranks.release()
-    else:
-        follow(worker)
     worker.close()
     return found
 
 
-@pytest.fixture(scope="module")
-def fresh(engines: Engines) -> Iterator[dict[int, Any]]:
-    """What the servers are, having loaded the checkpoint from disk and nothing else."""
-    return {tp: state_of(server) for tp, server in engines.servers.items()}
-
-
-def test_an_error_on_one_rank_names_it_and_a_later_push_heals(
-    engines: Engines, fresh: dict[int, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = engines.servers[2]
-    good = SyncSpec(
-        hf_config(engines.path),
-        MegatronTopology(world_size=1, num_layers=4, mtp_layers=int(engines.family == "deepseek_v3")),
-        SglangTopology(tp=2),
-        *["float32"] * 2,
-    )
-    other = RankHere(engines.other, good)
-    sync = EngineSync(other, OneServer(server), good, gather=gather)
-    narrow = replace(good, engine_dtype="bfloat16")
-
-    with monkeypatch.context() as patch:
-        flip_a_bit(patch)
-        with pytest.raises(SyncError, match=r"engine 0 rank \d: the \d+ bytes of message .*trainer rank 0 .*checksum"):
-            sync.push(version=7)
-    with pytest.raises(SyncError, match="may hold a mixture of weights"):
-        greedy_text(server)
-    with pytest.raises(
-        SyncError, match=r"(?s)engine rank 0: LayoutError.*float32, declared .*engine rank 1: LayoutErr"
-    ):
-        EngineSync(RankHere(engines.other, narrow), OneServer(server), narrow, gather=gather).push(version=8)
-    sync.push(version=9)
-    assert state_of(server) != fresh[2]
-    EngineSync(RankHere(engines.path, good), OneServer(server), good, gather=gather).push(version=10)
-
-    assert state_of(server) == fresh[2]
-
-
 def test_what_changed_leaves_a_server_as_everything_does(engines: Engines, fresh: dict[int, Any]) -> None:
     server = engines.servers[2]
-    spec = SyncSpec(
-        hf_config(engines.path),
-        MegatronTopology(world_size=1, num_layers=4, mtp_layers=int(engines.family == "deepseek_v3")),
-        SglangTopology(tp=2),
-        *["float32"] * 2,
-        delta=True,
-    )
+    spec = engines.from_one_rank(delta=True)
     trainer = RankHere(engines.path, spec)
-    sync = EngineSync(trainer, OneServer(server), spec, gather=gather, verify_every=3)
+    sync = EngineSync(trainer, Servers(server), spec, **WAITING, verify_every=3)
     original = {name: t.clone() for name, t in trainer.tensors.items()}
     for t in trainer.tensors.values():
         t.flatten()[::50] += 0.5
@@ -140,22 +107,37 @@ def test_what_changed_leaves_a_server_as_everything_does(engines: Engines, fresh
 def test_a_pushed_server_equals_one_that_loaded_the_export(
     engines: Engines, fresh: dict[int, Any], layout: str, tmp_path: Path
 ) -> None:
-    world_size, parallel = LAYOUTS[layout]
     meeting = f"file://{tmp_path}/meeting"
     export = tmp_path / "export"
     export.mkdir()
 
-    results = run_ranks(world_size, push_both, engines, parallel, world_size, meeting, export)
+    results = run_ranks(LAYOUTS[layout][0], push_all, engines, layout, meeting, export)
 
     exported, original = (load_file(p / "model.safetensors") for p in (export, engines.path))
     assert exported.keys() == original.keys()
     assert all(exported[name].numpy().tobytes() == original[name].numpy().tobytes() for name in original)
-    for tp, (between, after, metrics) in results[0].items():
-        assert after == fresh[tp]
-        for old, new in zip(fresh[tp][0], between[0], strict=True):
-            assert old.keys() == new.keys() and not set(old.items()) & set(new.items())
-        assert between[1] != fresh[tp][1]
+    lacking = lacking_on_other_nodes(original, layers=hf_config(engines.path)["num_hidden_layers"])
+    for target, (states, metrics, _) in results[0].items():
+        tp = TARGETS[target][1]
+        for between, after in zip(*states, strict=True):
+            assert after == fresh[tp]
+            for old, new in zip(fresh[tp][0], between[0], strict=True):
+                assert old.keys() == new.keys() and not set(old.items()) & set(new.items())
+            assert between[1] != fresh[tp][1]
         assert metrics["sync/bytes_received"] == metrics["sync/bytes_needed"] > 0
+        crossed, once = sum(found[target][2] for found in results), lacking[target]
+        assert once <= crossed <= 1.02 * once  # rectangles begin at multiples of 16 bytes, and are small here
+
+
+def lacking_on_other_nodes(tensors: dict[str, Any], *, layers: int) -> dict[str, int]:
+    """By target, the bytes of a checkpoint that nodes with engines lack, each once a node."""
+    served = {name: t.nbytes for name, t in tensors.items() if f"layers.{layers}." not in name}  # no prediction layer
+    whole = sum(served.values())
+    first = {f"model.layers.{i}." for i in range(layers // 2)}
+    if len(served) == len(tensors):
+        first.add("model.embed_tokens.")  # else prediction layers have another copy of it on the last stage
+    of_first_stage = sum(nbytes for name, nbytes in served.items() if name.startswith(tuple(first)))
+    return {"tp1": 0, "tp2": 0, "far": whole, "far twins": whole, "twins": of_first_stage + whole}
 
 
 def test_what_sglangs_own_loader_takes_leaves_what_is_written_in_place(engines: Engines, fresh: dict[int, Any]) -> None:
@@ -170,7 +152,7 @@ def test_what_sglangs_own_loader_takes_leaves_what_is_written_in_place(engines: 
         streamed = replace(direct, direct=False, bucket_bytes=1 << 16)
         ways = itertools.product((engines.other, engines.path), (direct, streamed))
         push = {
-            (path, spec.direct): EngineSync(RankHere(path, spec), OneServer(server), spec, gather=gather).push
+            (path, spec.direct): EngineSync(RankHere(path, spec), Servers(server), spec, **WAITING).push
             for path, spec in ways
         }
         push[engines.other, True](version=20)

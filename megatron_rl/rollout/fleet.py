@@ -9,7 +9,7 @@ import ray
 
 from megatron_rl.cluster import first_of, gather
 from megatron_rl.config import RolloutConfig, SamplingConfig
-from megatron_rl.errors import BackendError, ConfigError, DataError
+from megatron_rl.errors import BackendError, DataError
 from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.placement import Pool
 from megatron_rl.resharding.spec import Push, SyncSpec
@@ -51,10 +51,6 @@ class Fleet:
         self.nodes = [node for node in places for _ in range(rollout.tp // parts)]
         """Of each rank, engine after engine."""
         self.device = "cuda" if pool.gpus else "cpu"
-        if rollout.fp8 and not pool.gpus:
-            raise ConfigError(
-                "rollout.fp8=true without a GPU: SGLang's kernels for FP8 need one. Set rollout.fp8=false."
-            )
         self._processes: dict[str, Any] = {}
         """Of every part of every engine."""
         self._servers: dict[str, Any] = {}

@@ -3,11 +3,8 @@
 nodes.py plan COUNT ARGUMENT ...   on the first of COUNT nodes: the run directory, and where Ray's head will listen
 nodes.py start HEAD IP PORT ROLE   on every node: hold a Ray node until a signal, or until it breaks
 nodes.py wait IP PORT NODE ...     until Ray has exactly these, with a deadline; prints where each is reached
-nodes.py watch FILE                of these lines; until a node is lost; prints its name
-nodes.py check FILE                prints the names of those that are lost now
 """
 
-import asyncio
 import contextlib
 import fcntl
 import json
@@ -20,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -32,8 +29,8 @@ REFUSED, LOST = 2, 75
 POLL_S = 0.2
 OBJECT_STORE_BYTES = 1_000_000_000
 """Of each node: a step's token arrays; it spills to disk beyond."""
-WATCH_EVERY_S, ANSWER_S = 1.0, 3.0
-"""Between two looks at all nodes, and for each node's answer."""
+ANSWER_S = 3.0
+"""For one answer of a node."""
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below the ports that a kernel gives out by itself."""
 TEMPORARY = "mrl-ray-"
@@ -204,50 +201,11 @@ def alive_nodes(address: str) -> dict[str, str]:
     }
 
 
-def watch(file: str) -> int:
-    """Until a node cannot be reached any more; prints its name."""
-    missed: set[str] = set()
-    while True:
-        time.sleep(WATCH_EVERY_S)
-        now = set(unreachable(file))
-        if gone := sorted(now & missed):  # once may be a moment's overload
-            print(*gone)
-            return LOST
-        missed = now
-
-
-def check(file: str) -> int:
-    """Prints the names of the nodes that cannot be reached now."""
-    print(*unreachable(file))
-    return 0
-
-
-def unreachable(file: str) -> list[str]:
-    """Names of the nodes whose kernel does not let us connect to where their Ray listens. A busy one's does."""
-
-    async def ask(lines: Sequence[str]) -> list[bool]:
-        return await asyncio.gather(*map(answers_at, lines))
-
-    lines = Path(file).read_text().splitlines()
-    return [line.split()[0] for line, answer in zip(lines, asyncio.run(ask(lines)), strict=True) if not answer]
-
-
-async def answers_at(line: str) -> bool:
-    """Whether "name address port" lets us connect."""
-    _, address, port = line.split()
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(address, int(port)), ANSWER_S)
-    except OSError:  # TimeoutError too
-        return False
-    writer.close()
-    return True
-
-
 def _name() -> str:
     return os.environ["SLURMD_NODENAME"]
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"plan": plan, "start": start, "wait": wait, "watch": watch, "check": check}
+COMMANDS: dict[str, Callable[..., int]] = {"plan": plan, "start": start, "wait": wait}
 
 
 def main(command: str, *arguments: str) -> int:

@@ -70,7 +70,7 @@ step() {
   local i=$1 options=() && shift
   ((${SLURM_HET_SIZE:-1} > 1)) && options=(--het-group="${component[i]}")
   exec srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" "${options[@]}" --cpu-bind=quiet,none --mpi=none \
-    --input=none --unbuffered "${container[@]}" "${inside[@]}" "$@"
+    --input=none "${container[@]}" "${inside[@]}" "$@"
 }
 
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -102,6 +102,26 @@ tick() {
   wait $!
 }
 
+# Names of the nodes whose kernel does not let us connect to where their Ray listens: off, cut off, or without Ray. Asked
+# from here: Slurm may start no step for a while when one of the job's nodes is gone.
+unreachable() {
+  while read -r node ip port; do
+    timeout 3 bash -c "exec 3<>/dev/tcp/$ip/$port" 2>/dev/null || echo "$node" &
+  done <"$logs/nodes"
+  wait
+}
+
+# Until a node was unreachable twice, as once may be a moment's overload; prints its name.
+watch_nodes() {
+  local before='' now
+  trap '' USR1
+  while sleep 1; do
+    now=$(unreachable)
+    for node in $now; do [[ " $before " == *" $node "* ]] && echo "$node" && return; done
+    before=${now//$'\n'/ }
+  done
+}
+
 # Whether a node's step has ended, or the watch has; sets `lost` to its name.
 lost_node() {
   local i
@@ -114,7 +134,8 @@ lost_node() {
 # Ask every step to end, and give it time; what is left then Slurm kills when this script ends.
 end_steps() {
   trap '' USR1 TERM INT
-  [[ $cancelled ]] || scancel --signal=TERM "$SLURM_JOB_ID" # which then Slurm has done
+  [[ $cancelled ]] || scancel --signal=TERM "$SLURM_JOB_ID" & # else Slurm has done it
+  [[ $program && $watch ]] && kill "$watch" 2>/dev/null
   for ((n = 0; n < 50; n++)); do
     local left=0
     for pid in "${steps[@]}" $program $watch; do alive "$pid" && left=1; done
@@ -164,7 +185,7 @@ own=("cluster.address=$address:$port")
 step 0 "$python" -m "${MRL_MODULE:-megatron_rl.main}" "$@" "${own[@]}" \
   > >(exec tee "$logs/program.log") 2>&1 &
 program=$!
-step 0 "$python" "$helper" watch "$logs/nodes" >"$logs/lost" 2>>"$logs/watch.log" &
+watch_nodes >"$logs/lost" &
 watch=$!
 late='' lost_at=''
 while alive "$program" && [[ ! $cancelled ]]; do
@@ -183,7 +204,7 @@ done
 wait "$program"
 code=$?
 if [[ ! $lost && ! $cancelled ]] && ((code != 0 && code != REFUSED && code != STOPPED)); then
-  lost=$(step 0 "$python" "$helper" check "$logs/nodes" 2>>"$logs/watch.log") # the program may be the first to notice
+  lost=$(unreachable) # the program may be the first to notice
 fi
 
 if [[ $cancelled ]]; then

@@ -154,7 +154,9 @@ class Cluster:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Those on a node, without what ran before any job."""
-        found = []
+        found: list[psutil.Process] = []
+        if not _lives(self._machines[name]):
+            return found
         namespace = os.readlink(f"/proc/{self._machines[name].pid}/ns/pid")
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, OSError):

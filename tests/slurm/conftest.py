@@ -38,7 +38,14 @@ def submit(slurm: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
         **environment: object,
     ) -> Job:
         job = slurm.submit(
-            *("experiment=cpu_digits", f"name={name}", f"runs_dir={tmp_path / 'runs'}", f"steps={steps}", *more),
+            *(
+                "experiment=cpu_digits",
+                "algorithm.warmup_steps=0",
+                f"name={name}",
+                f"runs_dir={tmp_path / 'runs'}",
+                f"steps={steps}",
+                *more,
+            ),
             options=["--cpus-per-task=4", f"--output={tmp_path}/%j.out", *options],
             environment={
                 "MRL_MODULE": "tests.slurm.driver",

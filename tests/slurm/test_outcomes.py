@@ -34,7 +34,7 @@ def test_a_run_that_ends_well_has_had_all_its_nodes_and_leaves_nothing(slurm: Cl
     clone, elsewhere, runs = tmp_path / "a clone", tmp_path / "another place", tmp_path / "my runs"
     clone.symlink_to(ROOT)
     elsewhere.mkdir()
-    arguments = ("experiment=cpu_digits", "name=run", f"runs_dir={runs}", "steps=4")
+    arguments = ("experiment=cpu_digits", "algorithm.warmup_steps=0", "name=run", f"runs_dir={runs}", "steps=4")
 
     job = slurm.submit(
         *arguments,

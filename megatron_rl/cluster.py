@@ -3,6 +3,7 @@
 Where a process runs, `placement.py` decides.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -30,7 +31,7 @@ CONNECT_TIMEOUT_S = 10.0
 """To a cluster that runs already."""
 KNOCK_TIMEOUT_S = 2.0
 """To a node that may be lost."""
-LOOK_EVERY_S = 10.0
+LOOK_EVERY_S = 5.0
 """At the nodes, while waiting."""
 GRACE_S = 2.0
 """After a first failure: time for a dead actor to be told apart from its peers' broken connections."""
@@ -132,6 +133,15 @@ def first_of(references: Sequence[Any], *, what: str, timeout_s: float) -> list[
             return list(done)
         if lost := _lost_nodes():
             raise BackendError(f"{what}: lost {' and '.join(lost)}, {_LOST}. Resume with the same command.")
+
+
+def let_end(calls: Sequence[Any], *, timeout_s: float) -> None:
+    """Wait until calls have ended, well or not, but at most `timeout_s`, and not for a node that is lost."""
+    deadline = time.monotonic() + timeout_s
+    left = list(calls)
+    with contextlib.suppress(BackendError):
+        while left and (done := first_of(left, what="Stopping", timeout_s=deadline - time.monotonic())):
+            left.remove(done[0])
 
 
 def gather(

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from megatron_rl.cluster import first_of, gather
+from megatron_rl.cluster import first_of, gather, let_end
 from megatron_rl.config import RolloutConfig, SamplingConfig
 from megatron_rl.errors import BackendError, DataError
 from megatron_rl.formats.torch_dist import is_torch_dist
@@ -122,7 +122,7 @@ class Fleet:
     def stop(self) -> None:
         """End every server and its actor, also where some have died."""
         calls = [process.stop.remote() for process in self._processes.values()]
-        ray.wait(calls, num_returns=len(calls), timeout=STOP_TIMEOUT_S)
+        let_end(calls, timeout_s=STOP_TIMEOUT_S)
         for process in self._processes.values():
             ray.kill(process)
 

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from megatron_rl.algorithms.recipes import RECIPES
-from megatron_rl.cluster import gather
+from megatron_rl.cluster import gather, let_end
 from megatron_rl.config import Config
 from megatron_rl.placement import Pool
 from megatron_rl.resharding.spec import Push, SyncSpec
@@ -94,7 +94,7 @@ class MegatronTrainer:
 
     def stop(self) -> None:
         """Let the ranks free what outlives them, and end them; also when some are dead already."""
-        ray.wait([a.close.remote() for a in self._actors], num_returns=len(self._actors), timeout=STOP_TIMEOUT_S)
+        let_end([actor.close.remote() for actor in self._actors], timeout_s=STOP_TIMEOUT_S)
         for actor in self._actors:
             ray.kill(actor)
 

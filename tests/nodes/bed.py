@@ -1,7 +1,7 @@
 """Machines of a cluster on this one: each has a network, a host name, processes, /tmp/ray and /dev/shm of its own.
 
-They share the file system, as nodes of a cluster do, and lie on one bridge. Needs root. Whatever runs on a node ends
-with it.
+They share the file system, as nodes of a cluster do, and lie on one bridge, which has a network of its own too. Needs
+root. All of it is held by processes that end with this one, even when this one is killed.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 NETWORK = "10.78.0"
 """On a bridge that nothing else is on, not even this machine."""
+_HELD = ("setpriv", "--pdeathsig", "KILL", "unshare", "--fork", "--kill-child")
 PORT = 6379
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -49,8 +50,8 @@ class Node:
     address: str
     first: psutil.Process
     """Its process 1."""
-    cable: str
-    """Of its network, at the other end."""
+    switch: psutil.Process
+    """Of the network that its cable ends in."""
 
     def command(self, words: Sequence[object]) -> list[str]:
         """What runs `words` on this machine."""
@@ -83,52 +84,60 @@ class Node:
 @contextlib.contextmanager
 def machines(count: int, directory: Path) -> Iterator[list[Node]]:
     """`count` machines, node1 and so on; files about them go below `directory`."""
-    bridge = f"br{os.getpid()}"
-    _run("ip", "link", "add", bridge, "type", "bridge")
     started: list[subprocess.Popen[bytes]] = []
     try:
-        _run("ip", "link", "set", bridge, "up")
+        switch = _hold(started, "--net", "sleep", "infinity")
+        _ip(switch, "link", "add", "bridge", "type", "bridge")
+        _ip(switch, "link", "set", "bridge", "up")
         names = [f"node{i}" for i in range(1, count + 1)]
         hosts = directory / "hosts"
         lines = [f"{NETWORK}.{i} {name}" for i, name in enumerate(names, 1)]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
         nodes = []
         for i, name in enumerate(names, 1):
-            nodes.append(Node(name, f"{NETWORK}.{i}", _boot(name, directory, started), f"{bridge}n{i}"))
-            _plug(nodes[-1], bridge)
+            nodes.append(Node(name, f"{NETWORK}.{i}", _boot(name, directory, started), switch))
+            _plug(nodes[-1])
         yield nodes
     finally:
         for process in started:
             process.kill()  # with it goes the machine's process 1, and with that the machine
             process.wait()
-        _run("ip", "link", "del", bridge)
 
 
 def _boot(name: str, directory: Path, started: list[subprocess.Popen[bytes]]) -> psutil.Process:
     """Process 1 of a new machine."""
     hosts, ready = directory / "hosts", directory / f"{name}.ready"
-    spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    script = _BOOT.format(name=name, hosts=hosts, ready=ready)
-    words = ["setpriv", "--pdeathsig", "KILL", "unshare", *spaces, "bash", "-c", script]
-    started.append(subprocess.Popen(words, stdin=subprocess.DEVNULL))
+    spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--mount-proc"]
+    first = _hold(started, *spaces, "bash", "-c", _BOOT.format(name=name, hosts=hosts, ready=ready))
     deadline = time.monotonic() + 20
     while not ready.exists():
         assert started[-1].poll() is None and time.monotonic() < deadline, f"{name} did not boot"
         time.sleep(0.01)
-    return psutil.Process(started[-1].pid).children()[0]
+    return first
+
+
+def _hold(started: list[subprocess.Popen[bytes]], *words: str) -> psutil.Process:
+    """A process in the namespaces that `words` begin with."""
+    started.append(subprocess.Popen([*_HELD, *words], stdin=subprocess.DEVNULL))
+    deadline = time.monotonic() + 20
+    while not (children := psutil.Process(started[-1].pid).children()):
+        assert started[-1].poll() is None and time.monotonic() < deadline, words
+        time.sleep(0.01)
+    return children[0]
 
 
 def cut(node: Node) -> None:
     """Nothing reaches the machine any more, and nobody is told."""
-    _run("ip", "link", "set", node.cable, "down")
+    _ip(node.switch, "link", "set", node.name, "down")
 
 
-def _plug(node: Node, bridge: str) -> None:
+def _plug(node: Node) -> None:
     """Connect a machine to the bridge."""
-    _run("ip", "link", "add", node.cable, "type", "veth", "peer", "name", "eth0", "netns", str(node.first.pid))
-    _run("ip", "link", "set", node.cable, "master", bridge, "up")
-    _run(*node.command(["ip", "address", "add", f"{node.address}/24", "dev", "eth0"]))
-    _run(*node.command(["ip", "link", "set", "eth0", "up"]))
+    peer = ["peer", "name", "eth0", "netns", str(node.first.pid)]
+    _ip(node.switch, "link", "add", node.name, "type", "veth", *peer)
+    _ip(node.switch, "link", "set", node.name, "master", "bridge", "up")
+    _ip(node.first, "address", "add", f"{node.address}/24", "dev", "eth0")
+    _ip(node.first, "link", "set", "eth0", "up")
 
 
 def start_ray(nodes: Sequence[Node], directory: Path, *, cpus: int, resources: Sequence[str]) -> str:
@@ -153,5 +162,6 @@ def _wait_for_port(node: Node, directory: Path) -> None:
         time.sleep(0.2)
 
 
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
+def _ip(place: psutil.Process, *words: str) -> None:
+    """`ip` in the network of a process."""
+    subprocess.run(["nsenter", f"--target={place.pid}", "--net", "ip", *words], check=True, stdin=subprocess.DEVNULL)

@@ -88,32 +88,11 @@ def test_a_machine_that_is_lost_is_named(cluster: Cluster, start: Start) -> None
     assert "node3 (10.78.0.3)" in ends_soon(run)
 
 
-WAITING = """
-import sys, time
-from pathlib import Path
-from megatron_rl import cluster, placement
-from megatron_rl.errors import BackendError
-
-class Sleeper:
-    def sleep(self):
-        time.sleep(600)
-
-cluster.start(address=sys.argv[1], cpus=0)
-pool = placement.Pool("trainer", 2, cpus=1, strategy="STRICT_SPREAD", nodes="pair")
-calls = {f"trainer-{i}": pool.spawn(Sleeper, index=i, log=Path(f"{sys.argv[2]}-{i}")).sleep.remote() for i in range(2)}
-print("waiting", flush=True)
-try:
-    cluster.gather(calls, what="Update", timeout_s=600)
-except BackendError as error:
-    print(f"failed: {error}", flush=True)
-    sys.exit(1)
-"""
-
-
-def test_a_machine_that_is_cut_off_is_named_before_ray_notices(cluster: Cluster) -> None:
+def test_a_machine_that_is_cut_off_is_named_before_ray_notices(cluster: Cluster, start: Start) -> None:
     """Last: the cluster is another machine short afterwards."""
-    run = Run(cluster, "cut", ["-c", WAITING, cluster.address, cluster.path / "cut.log"])
-    run.wait_for("waiting")
+    supervised = ("mode=sft", "sft.steps=0", "steps=100000", "checkpoint.every=0")
+    run = start("cut", *supervised, "trainer.ranks_per_node=1", "cluster.trainer_nodes=pair")
+    run.wait_for("step 1/")
 
     cut(cluster.nodes[1])
 

@@ -237,7 +237,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         _choice("trainer.dtype", self.dtype, ("bfloat16", "float32"))
-        _at_least("trainer.ranks_per_node", self.ranks_per_node or 1, 1)
+        _at_least("trainer.ranks_per_node", 1 if self.ranks_per_node is None else self.ranks_per_node, 1)
         for name in ("world_size", "tokens_per_micro_batch", "threads_per_rank"):
             _at_least(f"trainer.{name}", getattr(self, name), 1)
 
@@ -267,7 +267,7 @@ class RolloutConfig:
     """Serve the linears of attention, MLPs and experts in FP8: e4m3 in blocks of 128 x 128 with float32 scales, as
     DeepSeek-V3 is published and `tools/convert export --fp8` writes. The trainer keeps its own dtype."""
     max_total_tokens: int = 16_384
-    """KV cache of one server."""
+    """KV cache of one server, or of each of its dp_attention groups."""
     max_running_requests: int = 256
     """Samples that one server generates at the same time."""
     start_timeout_s: float = 240.0
@@ -279,7 +279,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _choice("rollout.dtype", self.dtype, ("bfloat16", "float32"))
-        _at_least("rollout.ranks_per_node", self.ranks_per_node or 1, 1)
+        _at_least("rollout.ranks_per_node", 1 if self.ranks_per_node is None else self.ranks_per_node, 1)
         if self.fp8 and self.dtype != "bfloat16":
             raise ConfigError(
                 f"rollout.fp8=true with rollout.dtype={self.dtype}: SGLang's FP8 layers compute in bfloat16. Set "

@@ -52,6 +52,11 @@ def ranks_on_a_node(ranks: int, *, gpus: Sequence[int], group: int = 1, copies: 
     return next(fitting, 1)
 
 
+def cpus_of_node(gpus: int) -> int:
+    """The fewest with which a node of so many GPUs can be used whole: Ray counts one a rank, and one for rewards."""
+    return gpus + 1
+
+
 def arrange(config: Config) -> tuple[Places, Places]:
     """Where trainer ranks and the ranks of all engines lie on equal nodes with GPUs: what `placement.py` asks Ray for.
 

@@ -140,7 +140,7 @@ def _offer(node: dict[str, Any], label: str | None) -> str:
 def _see_all_gpus() -> None:
     """The own GPUs stay the first; the node's others are seen too, whose memory weights are read from.
 
-    Ray shows a process its own only. Not run yet: no GPU has been at hand.
+    Ray shows a process its own only. Not yet run on a GPU.
     """
     own = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.isdigit()]
     here = sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))

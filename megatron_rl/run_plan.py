@@ -9,7 +9,7 @@ from megatron_rl.convert.fp8 import without_quantization
 from megatron_rl.formats.hf_files import read_hf_config
 from megatron_rl.memory import Use, uses
 from megatron_rl.models import load_architecture, load_table
-from megatron_rl.nodes import arrange
+from megatron_rl.nodes import arrange, cpus_of_node
 from megatron_rl.resharding.schedule import make_schedule
 from megatron_rl.resharding.spec import BUCKET_BYTES, Placement, SyncSpec
 from megatron_rl.resharding.traffic import Traffic, measure
@@ -73,10 +73,9 @@ def describe(config: Config, plan: RunPlan) -> str:
     p, r, per_node = config.parallel, config.rollout, config.cluster.gpus_per_node
     nodes = f"{plan.nodes} node{'s' * (plan.nodes > 1)} of {per_node}"
     lines = [f"GPUs     {plan.trainer_gpus} for the trainer and {plan.engine_gpus} for engines, on {nodes}"]
-    if config.cluster.nodes is not None:  # Ray counts a CPU for each rank, and one for rewards
-        lines.append(
-            f"sbatch   --nodes={plan.nodes} --gpus-per-node={per_node} --cpus-per-task={per_node + 1} (at least)"
-        )
+    if config.cluster.nodes is not None:
+        cpus = cpus_of_node(per_node)
+        lines.append(f"sbatch   --nodes={plan.nodes} --gpus-per-node={per_node} --cpus-per-task={cpus} (at least)")
     if plan.trainer_gpus:
         lines.append("trainer  " + _sizes(tp=p.tp, pp=p.pp, vpp=p.vpp, cp=p.cp, ep=p.ep, etp=p.etp))
     if plan.engine_gpus:

@@ -97,3 +97,9 @@ def test_the_written_config_reads_back_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("address", ["null", "auto", "10.0.0.1:6379", "'[::1]:6379'", "ray://head:10001"])
 def test_an_address_that_ray_knows_is_taken(address: str) -> None:
     load_config([DEMO, f"cluster.address={address}"])
+
+
+@pytest.mark.parametrize("role", ["trainer", "rollout"])
+def test_no_ranks_on_a_node_is_no_layout(role: str) -> None:
+    with pytest.raises(ConfigError, match=f"{role}.ranks_per_node=0 must be at least 1"):
+        load_config(["experiment=cpu_digits", f"{role}.ranks_per_node=0"])

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import BackendError, ConfigError
+from megatron_rl.nodes import cpus_of_node
 from megatron_rl.run_directory import read_ending
 from megatron_rl.sweeps.points import COMPLETED, ENDED, MISSING, SUBMITTING, Point, as_ended, begin
 
@@ -65,7 +66,7 @@ class Slurm:
     def command(self, point: Point, config: Config) -> list[str]:
         """What submits it. The comment is how a job is found again whose number was not written down.
 
-        cluster.nodes and cluster.gpus_per_node are asked of Slurm too. Raises: ConfigError where sbatch's are others,
+        cluster.nodes and what their ranks take are asked of Slurm too. Raises: ConfigError where sbatch's are others,
         and for paths that mean another place in the job.
         """
         clone = self._script.resolve().parent.parent
@@ -88,6 +89,7 @@ class Slurm:
                 )
             if not wanted.keys() & {"gpus-per-node", "gres", "gpus", "gpus-per-task"}:
                 wanted["gpus-per-node"] = cluster.gpus_per_node
+            wanted.setdefault("cpus-per-task", cpus_of_node(cluster.gpus_per_node))
         options = [f"--{k}" if v is True else f"--{k}={v}" for k, v in wanted.items() if v not in (None, False)]
         output = str(point.log).replace("%", "%%")
         ours = [f"--job-name={point.name}", f"--comment={point.path}", f"--output={output}", "--open-mode=append"]

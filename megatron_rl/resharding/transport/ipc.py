@@ -1,4 +1,4 @@
-"""GPU memory that processes of one node share, through CUDA IPC. Not run yet: no GPU has been at hand."""
+"""GPU memory that processes of one node share, through CUDA IPC. Not yet run on a GPU."""
 
 import base64
 import pickle

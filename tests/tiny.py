@@ -246,26 +246,3 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     for path in sorted((Path(__file__).parent / "published").glob("*.json"))
 }
 """config.json of published models, every key of the architecture."""
-
-FP8: dict[str, dict[str, Any]] = {
-    "deepseek_v3": TINY["deepseek_v3"]
-    | {
-        "hidden_size": 152,
-        "first_k_dense_replace": 2,
-        "intermediate_size": 512,
-        "moe_intermediate_size": 256,
-        "n_routed_experts": 4,
-    }
-    | {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 384, "kv_lora_rank": 96}
-    | {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "num_experts_per_tok": 2}
-    | {"n_group": 2, "topk_group": 1},
-    "qwen3_moe": TINY["qwen3_moe"]
-    | {"hidden_size": 136, "moe_intermediate_size": 256, "num_experts": 6}
-    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
-    "qwen3": TINY["qwen3"]
-    | {"hidden_size": 264, "intermediate_size": 512}
-    | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
-}
-"""For engines in FP8: at tp 2, and mostly at tp 4, SGLang cuts between blocks of 128, within which other sizes end.
-
-The keys of a group of Qwen3 are half a block."""

@@ -9,7 +9,6 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -22,16 +21,19 @@ from sglang.srt.model_loader import get_model
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
+from megatron_rl.convert.fp8 import without_quantization
 from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.layouts.compile import sglang_layouts
+from megatron_rl.layouts.fp8 import with_scales
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
+from megatron_rl.rollout.receiver import weights_of
 from megatron_rl.rollout.sglang_cpu.hooks import activate_cpu
 
 GROUPS = ("tp", "moe_ep", "moe_tp", "attn_tp", "attn_cp", "pp")
 
 
-def load_rank(checkpoint: Path, cut: SglangTopology, rank: int, **options: Any) -> torch.nn.Module:
+def load_rank(checkpoint: Path, cut: SglangTopology, rank: int) -> torch.nn.Module:
     """One rank's model, loaded by SGLang in this process; its process groups only say where the rank stands."""
     args = ServerArgs(
         model_path=str(checkpoint),
@@ -43,7 +45,6 @@ def load_rank(checkpoint: Path, cut: SglangTopology, rank: int, **options: Any) 
         attn_dp_size=cut.dp_attention,
         enable_dp_lm_head=cut.dp_lm_head,
         moe_dense_tp_size=cut.moe_dense_tp,
-        **options,
     )
     model_config = ModelConfig.from_server_args(args)
     runtime_context.reset_context()
@@ -52,9 +53,8 @@ def load_rank(checkpoint: Path, cut: SglangTopology, rank: int, **options: Any) 
     initialize_dp_attention_flags(args)
     parallel = runtime_context.get_parallel()
     groups = {f"{g}_group": group(getattr(parallel, f"{g}_rank"), getattr(parallel, f"{g}_size")) for g in GROUPS}
-    load_config = LoadConfig(load_format=args.load_format)
     with parallel.override(**groups):
-        return get_model(model_config=model_config, load_config=load_config, device_config=DeviceConfig("cpu"))
+        return get_model(model_config=model_config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
 
 
 def group(rank: int, size: int) -> SimpleNamespace:
@@ -85,14 +85,17 @@ def build(layout: TensorLayout, weights: dict[str, torch.Tensor]) -> torch.Tenso
 
 
 def differences(checkpoint: Path, cut: SglangTopology, rank: int) -> list[str]:
-    theirs = dict(load_rank(checkpoint, cut, rank).named_parameters())
-    table = load_table(json.loads((checkpoint / "config.json").read_text()))
+    theirs = weights_of(load_rank(checkpoint, cut, rank))
+    config = json.loads((checkpoint / "config.json").read_text())
+    table, in_fp8 = load_table(without_quantization(config)), "quantization_config" in config
     weights = load_file(checkpoint / "model.safetensors")
-    layouts = {t.name: t for t in sglang_layouts(table, cut, rank, dtype="bfloat16")}
+    own = sglang_layouts(table, cut, rank, dtype="bfloat16", quantized=in_fp8)
+    layouts = {t.name: t for t in with_scales(own)}
     found = [f"{name} only on one side" for name in sorted(layouts.keys() ^ theirs.keys())]
     for name in sorted(layouts.keys() & theirs.keys()):
         ours, tensor = build(layouts[name], weights), theirs[name]
-        if (ours.shape, ours.dtype) != (tensor.shape, tensor.dtype) or not torch.equal(ours, tensor):
+        same = (ours.shape, ours.dtype) == (tensor.shape, tensor.dtype)
+        if not same or not torch.equal(*(t.contiguous().view(torch.uint8) for t in (ours, tensor))):
             found.append(f"{name}: {ours.dtype} {tuple(ours.shape)}, SGLang {tensor.dtype} {tuple(tensor.shape)}")
     return found
 

@@ -14,6 +14,7 @@ from megatron_rl.layouts.compile import check_sglang
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
 from megatron_rl.models.random_checkpoint import write_random_checkpoint
+from tests.fp8_models import ENGINES, FP8, write_both
 from tests.tiny import CHARACTERS, TINY
 
 ROOT = Path(__file__).parents[2]
@@ -43,12 +44,17 @@ CUTS = {
 """What SGLang's class of the family can do."""
 
 
+ALL_CUTS = CUTS | {f"{family}_fp8": cuts for family, cuts in ENGINES.items()}
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: Any) -> list[dict[str, Any]]:
     """What the program prints: one process for all, because SGLang takes long to import."""
     directory = tmp_path_factory.mktemp("checkpoints")
     for family in TINY:
         write_random_checkpoint(directory / family, TINY[family], characters=CHARACTERS, seed=3, jitter=0.2)
+    for family, config in FP8.items():
+        write_both(directory / "hf" / family, directory / f"{family}_fp8", config)
     stubs = ROOT / "megatron_rl" / "rollout" / "sglang_cpu" / "stubs"
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}:{stubs}",
@@ -57,18 +63,23 @@ def loaded(tmp_path_factory: Any) -> list[dict[str, Any]]:
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, str(ROOT / "tests" / "layouts" / "sglang_loader.py"), str(directory), json.dumps(CUTS)]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "layouts" / "sglang_loader.py"),
+        str(directory),
+        json.dumps(ALL_CUTS),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("family", sorted(TINY))
+@pytest.mark.parametrize("family", sorted(ALL_CUTS))
 def test_every_rank_gets_what_sglangs_own_loader_gives_it(family: str, loaded: list[dict[str, Any]]) -> None:
     ranks = [r for r in loaded if r["family"] == family]
     assert [(r["cut"], r["rank"]) for r in ranks] == [
-        (cut, rank) for cut in CUTS[family] for rank in range(SglangTopology(**cut).world_size)
+        (cut, rank) for cut in ALL_CUTS[family] for rank in range(SglangTopology(**cut).world_size)
     ]
     assert [r for r in ranks if r["differences"]] == []
 

@@ -83,11 +83,11 @@ def values_of(checkpoint: Mapping[str, Tensor]) -> Values:
     ]
 
 
-def fill(layouts: tuple[TensorLayout, ...], values: Values = hf_value, *, padding: float = PAD) -> dict[str, Tensor]:
-    """The tensors of a rank that holds a model."""
+def fill(layouts: tuple[TensorLayout, ...], values: Values = hf_value) -> dict[str, Tensor]:
+    """The tensors of a rank that holds a model; padding is PAD."""
     tensors = {}
     for layout in layouts:
-        tensor = torch.full(layout.shape, padding, dtype=getattr(torch, layout.dtype))
+        tensor = torch.full(layout.shape, PAD, dtype=getattr(torch, layout.dtype))
         for box in layout.boxes:
             part = tensor[box.offset[0]] if len(box.offset) > len(box.shape) else tensor
             at = box.offset[-len(box.shape) :]
@@ -96,11 +96,6 @@ def fill(layouts: tuple[TensorLayout, ...], values: Values = hf_value, *, paddin
             ).to(tensor.dtype)
         tensors[layout.name] = tensor
     return tensors
-
-
-def described(tensor: Tensor) -> list[str | list[int]]:
-    """Dtype and shape, as JSON has them."""
-    return [str(tensor.dtype), list(tensor.shape)]
 
 
 def hashed(tensor: Tensor) -> str:

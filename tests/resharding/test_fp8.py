@@ -1,11 +1,6 @@
-"""A push into engines that keep FP8, against SGLang's own loader of what `tools/convert export --fp8` writes."""
+"""A push into engines that keep FP8: they get what `export --fp8` writes, cut as SGLang's own loader cuts it."""
 
 import itertools
-import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -14,25 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_rl.convert import fp8
 from megatron_rl.convert.exporting import export_checkpoint
 from megatron_rl.convert.importing import import_checkpoint
 from megatron_rl.errors import LayoutError, SyncError
 from megatron_rl.formats.hf_files import read_hf_config
 from megatron_rl.layouts.compile import check_sglang
-from megatron_rl.layouts.fp8 import SCALE, is_quantized, scale_shape
 from megatron_rl.layouts.megatron_topology import MegatronTopology
 from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
-from megatron_rl.models.random_checkpoint import write_random_checkpoint
 from megatron_rl.resharding.spec import Placement, SyncSpec
-from tests.resharding.pushing import described, destinations, fill, hashed, pushing, sources, values_of
-from tests.tiny import CHARACTERS, FP8
+from tests.fp8_models import ENGINES, FP8, in_fp8, write_both
+from tests.resharding.pushing import destinations, fill, hashed, pushing, sources, values_of
 
-ROOT = Path(__file__).parents[2]
 LAYERS = 4
 TRAINERS: dict[str, dict[str, Any]] = {
     "one": {"world_size": 1},
@@ -42,16 +33,6 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "tp4": {"world_size": 4, "tp": 4},
     "tp2_etp4": {"world_size": 4, "tp": 2, "etp": 4},
     "tp4_ep2_etp2": {"world_size": 4, "tp": 4, "ep": 2, "etp": 2},
-}
-ENGINES: dict[str, list[dict[str, Any]]] = {
-    "deepseek_v3": [
-        {},
-        {"tp": 2},
-        {"tp": 2, "ep": 2, "dp_attention": 2},
-        {"tp": 4, "ep": 2, "dp_attention": 2, "moe_dense_tp": 1},
-    ],
-    "qwen3_moe": [{}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}, {"tp": 2, "ep": 2, "dp_attention": 2}],
-    "qwen3": [{}, {"tp": 2}],
 }
 
 
@@ -93,13 +74,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     found = {}
     for family, config in FP8.items():
         path = tmp_path_factory.mktemp("fp8") / family
-        write_random_checkpoint(path / "hf", config, characters=CHARACTERS, seed=5, jitter=0.2)
-        held, hf_config = load_file(path / "hf" / "model.safetensors"), read_hf_config(path / "hf")
-        exported = in_fp8(held)
-        shutil.copytree(path / "hf", path / "fp8")
-        save_file(exported, path / "fp8" / "model.safetensors")
-        (path / "fp8" / "config.json").write_text(json.dumps(fp8.config_of(hf_config)))
-        found[family] = Case(family, path, hf_config, held, exported)
+        held, exported = write_both(path / "hf", path / "fp8", config)
+        found[family] = Case(family, path, read_hf_config(path / "hf"), held, exported)
     return found
 
 
@@ -111,20 +87,6 @@ def test_they_are_what_export_writes(cases: dict[str, Case], tmp_path: Path) -> 
     assert written.keys() == case.exported.keys()
     assert all(hashed(tensor) == hashed(case.exported[name]) for name, tensor in written.items())
     assert read_hf_config(tmp_path / "fp8") == read_hf_config(case.path / "fp8")
-
-
-def in_fp8(held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint as `export --fp8` writes it."""
-    made = dict(held)
-    for name, tensor in held.items():
-        if is_quantized(name, tuple(tensor.shape)):
-            data = tensor.view(torch.uint8).numpy().reshape(-1)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            both = fp8.quantize(data, dtype=dtype, columns=tensor.shape[1])
-            weights, scales = (torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in both)
-            made[name] = weights.view(torch.float8_e4m3fn).view(tensor.shape)
-            made[name + SCALE] = scales.view(torch.float32).view(scale_shape(tensor.shape))
-    return made
 
 
 def pairs(family: str) -> list[tuple[str, dict[str, Any]]]:
@@ -279,29 +241,3 @@ def test_an_engine_that_would_cut_blocks_is_refused(
 def test_a_message_must_hold_a_block(cases: dict[str, Case]) -> None:
     with pytest.raises(LayoutError, match="Messages of 16399 bytes: an FP8 block with its scale takes 16400"):
         cases["qwen3"].spec("one", {}, bucket_bytes=16399)
-
-
-@pytest.mark.live
-def test_the_engines_parameters_are_what_sglangs_own_loader_makes_of_the_export(cases: dict[str, Case]) -> None:
-    cuts = [(str(case.path), ENGINES[family]) for family, case in cases.items()]
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'megatron_rl' / 'rollout' / 'sglang_cpu' / 'stubs'}",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, str(ROOT / "tests" / "resharding" / "fp8_loader.py"), json.dumps(cuts)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = iter(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-    for family, case in cases.items():
-        for engine in ENGINES[family]:
-            spec = case.spec("one", engine)
-            for rank, layouts in destinations(spec).items():
-                found = next(lines)
-                ours = {t.name: fill((t,), values_of(case.exported), padding=0)[t.name] for t in layouts}
-                hashes = {name: [*described(tensor), hashed(tensor)] for name, tensor in ours.items()}
-                assert found["loaded"] == hashes, (family, engine, rank)
-                assert found["begins"] == {name: described(tensor) for name, tensor in ours.items()}
-    assert next(lines, None) is None

@@ -10,9 +10,10 @@ from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models.random_checkpoint import write_random_checkpoint
 from megatron_rl.resharding.spec import SyncSpec
 from megatron_rl.resharding.sync import EngineSync
-from tests.rollout.pushes import OneServer, RankHere, gather
+from tests.fp8_models import FP8
+from tests.rollout.pushes import WAITING, RankHere, Servers
 from tests.rollout.servers import greedy_text, hf_config, running
-from tests.tiny import CHARACTERS, FP8
+from tests.tiny import CHARACTERS
 
 # SGLang's checksums are of dequantized weights, and need whole blocks along the columns.
 CONFIG = FP8["deepseek_v3"] | {"hidden_size": 256, "kv_lora_rank": 128}
@@ -32,7 +33,7 @@ def test_what_senders_quantize_is_what_sglangs_own_loader_makes_of_the_export(tm
     with running(paths[0], tp=2, fp8=True) as server:
         for version, (path, spec) in enumerate([(0, streamed), (1, direct), (0, direct), (1, streamed)], start=1):
             sync = EngineSync(
-                RankHere(paths[path], spec), OneServer(server), spec, gather=gather, verify_every=int(spec.direct)
+                RankHere(paths[path], spec), Servers(server), spec, **WAITING, verify_every=int(spec.direct)
             )
             metrics = sync.push(version=version)
             assert metrics["sync/bytes_received"] == metrics["sync/bytes_needed"] > 0

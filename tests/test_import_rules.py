@@ -52,6 +52,7 @@ OF_OURS = {  # package -> the packages of ours it may import
     "sweeps": {
         "errors",
         "config",
+        "nodes",
         "progress",
         "records",
         "run_directory",

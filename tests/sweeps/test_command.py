@@ -86,7 +86,8 @@ def test_nodes_of_the_cluster_are_asked_of_slurm(sweep: Sweep, capsys: pytest.Ca
     common = ("seed=1,2", "--dry-run", "hydra/launcher=slurm_grpo", "cluster=8xh100", "cluster.nodes=3")
 
     assert sweep(*common) == 0
-    assert "sbatch --parsable --nodes=3 --gpus-per-node=8 --cpus-per-task=9 --job-name=seed_1 " in capsys.readouterr().out
+    asked = "--nodes=3 --gpus-per-node=8 --cpus-per-task=9"
+    assert f"sbatch --parsable {asked} --job-name=seed_1 " in capsys.readouterr().out
     assert sweep(*common, "hydra.launcher.sbatch.gres='gpu:4'") == 0
     assert "sbatch --parsable --gres=gpu:4 --nodes=3 --cpus-per-task=9 --job-name=seed_1 " in capsys.readouterr().out
     with pytest.raises(ConfigError, match="point seed_2: hydra.launcher.sbatch.nodes=2 and cluster.nodes=3"):

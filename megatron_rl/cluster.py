@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,7 +47,7 @@ for pid in map(int, sys.argv[1:]):
 """
 _guards: list[subprocess.Popen[bytes]] = []
 _nodes: set[str] = set()
-"""Ids of the nodes that were there when the run began."""
+"""Ids of those that hold processes of the run."""
 _OURS = (ConfigError, DataError, LayoutError, SyncError, BackendError)
 _OURS_BY_NAME = {kind.__name__: kind for kind in _OURS}
 _CREATION = re.compile(r"raised in its creation task.*?\n(?:\w+\.)*(\w+(?:Error|Exception)): (.*)\Z", re.DOTALL)
@@ -79,8 +79,6 @@ def start(*, address: str | None, cpus: int) -> None:
         else:
             _knock(address)
             ray.init(address=address, **common)
-        if not (address or "").startswith("ray://"):  # from outside, nodes may have no address
-            _nodes.update(node["NodeID"] for node in ray.nodes() if node["Alive"])
     except ValueError as error:
         raise ConfigError(
             f"Ray cannot connect to cluster.address={address}: {error}. Write HOST:PORT, as `ray start --head` prints "
@@ -108,6 +106,12 @@ def _guard_agents() -> subprocess.Popen[bytes]:
     agents = [str(child.pid) for raylet in raylets for child in raylet.children()]
     arguments = [sys.executable, "-I", "-S", "-c", _GUARD, *agents]
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def watch(nodes: Iterable[str]) -> None:
+    """Of these nodes, by Ray's names, the loss of one ends every wait; not of others in the cluster."""
+    if not ray.util.client.ray.is_connected():  # from outside, nodes may have no address
+        _nodes.update(nodes)
 
 
 def stop() -> None:
@@ -224,16 +228,18 @@ def _explain(failed: Mapping[str, Exception], *, what: str, logs: Path | None) -
 
 
 def _lost_nodes() -> list[str]:
-    """Nodes that the run began with and whose Ray does not answer, before Ray itself has found that out."""
-    lost = []
-    for node in ray.nodes():
-        if node["NodeID"] in _nodes:
-            address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-            try:
-                _knock(address, timeout_s=KNOCK_TIMEOUT_S)
-            except OSError:
-                lost.append(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})")
-    return lost
+    """Nodes of the run whose Ray does not answer, before Ray itself has found that out."""
+    silent = [node for node in ray.nodes() if node["NodeID"] in _nodes and not _answers(node)]
+    # Asked again: once may be a moment's overload.
+    return [f"{n['NodeManagerHostname']} ({n['NodeManagerAddress']})" for n in silent if not _answers(n)]
+
+
+def _answers(node: Mapping[str, Any]) -> bool:
+    try:
+        _knock(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", timeout_s=KNOCK_TIMEOUT_S)
+    except OSError:
+        return False
+    return True
 
 
 def _tail(name: str, logs: Path | None) -> str:

@@ -14,6 +14,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megatron_rl import cluster
 from megatron_rl.config import Config
 from megatron_rl.errors import BackendError
 from megatron_rl.nodes import ranks_on_a_node
@@ -113,6 +114,7 @@ class Pool:
                 f"{role} needs {count // together} x {bundle}{apart}, and the cluster did not offer it within "
                 f"{timeout_s:.0f} s. Nodes: {offers}. Add nodes, or lower the number of {role} processes."
             )
+        cluster.watch(self.nodes())
 
     def nodes(self) -> list[str]:
         """Ray's name of the node that each process's place lies on."""

@@ -29,7 +29,7 @@ OF_OURS = {  # package -> the packages of ours it may import
     "data": {"errors", "types", "config"},
     "rewards": {"errors", "types", "config"},
     "cluster": {"errors"},
-    "placement": {"errors", "config", "nodes"},
+    "placement": {"errors", "config", "cluster", "nodes"},
     "nodes": {"config", "errors"},
     "checkpoint": {"errors", "protocols"},
     "checks": {

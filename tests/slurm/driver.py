@@ -54,6 +54,7 @@ def main() -> int:
         "processes": sorted(ray.get([w.describe.remote() for w in workers]), key=lambda p: p["SLURMD_NODENAME"]),
         "cwd": os.getcwd(),
     }
+    run.path.mkdir(parents=True, exist_ok=True)
     (run.path / "found.json").write_text(json.dumps(found))
     if what == "exit":
         print("ends as it was told", flush=True)

@@ -158,7 +158,9 @@ requeue() {
 fail() {
   say "$1"
   for i in "${!steps[@]}"; do # nobody waits for who is gone
-    [[ ${nodes[i]} == "$lost" ]] && disown "${steps[i]}" && kill -KILL "${steps[i]}" && unset "steps[$i]"
+    [[ ${nodes[i]} == "$lost" ]] || continue
+    disown "${steps[i]}" 2>/dev/null && kill -KILL "${steps[i]}" 2>/dev/null
+    unset "steps[$i]"
   done
   ((attempt < ${MRL_REQUEUES:-0})) && requeue "requeued as MRL_REQUEUES=$MRL_REQUEUES asks"
   end_steps

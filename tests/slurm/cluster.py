@@ -107,6 +107,7 @@ class Cluster:
         }
         (self.directory / "slurm.conf").write_text(_CONFIG.format(**values))
         (self.directory / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices))
+        (self.directory / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         for own in ("controller", *self.names):
             # As Debian has it: a machine's own name is a loopback address there, which is no use to any other.
             others = [f"{address} {name}\n" for name, address in addresses.items() if name != own]

@@ -8,6 +8,7 @@ export SLURM_CONF=$directory/slurm.conf
 
 hostname "$name"
 mount --bind "$directory/hosts.$name" /etc/hosts
+mount --bind "$directory/resolv.conf" /etc/resolv.conf # this machine's servers are out of reach: seconds for each name
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs "$directory/local" # TMPDIR of jobs
 ip link set lo up

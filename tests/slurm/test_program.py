@@ -17,6 +17,8 @@ SHORT = ("data.held_out=16", "algorithm.warmup_steps=0", "sft.warmup_steps=0")
 DEMO = ("experiment=cpu_digits", "steps=3", "sft.steps=3", *SHORT)
 """Cut short."""
 DEADLINE_S = 400.0
+OVERHEAD_S = 60.0
+"""Of a start through Slurm; 20 is what it should be where nothing else runs."""
 
 
 def submit(slurm: Cluster, runs: Path, name: str, *arguments: str, nodes: int) -> Job:
@@ -56,3 +58,27 @@ def test_the_demo_on_two_nodes_gives_the_weights_of_one_machine(slurm: Cluster, 
     assert [record["step"] for record in records(tmp_path / "nodes")] == [0, 1, 2, 3]
     local(tmp_path, "machine", *DEMO, "mode=train_only", f"samples={tmp_path / 'nodes' / 'samples.jsonl'}")
     assert differences(tmp_path / "nodes", tmp_path / "machine", step=3) == []
+
+
+def test_a_stopped_run_resumes_behind_its_checkpoint_and_starting_it_costs_little(
+    slurm: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("experiment=cpu_digits", "mode=sft", "sft.steps=0", "steps=40", *SHORT)
+    job = submit(slurm, tmp_path, "stopped", *arguments, "trainer.ranks_per_node=1", nodes=2)
+    job.wait_for_text("step 3/40", timeout_s=DEADLINE_S)
+    started_s = datetime.fromisoformat(job.fields()["StartTime"]).timestamp()
+
+    slurm.run("scancel", "--signal=USR1", "--batch", job.number)
+
+    (saved,) = job.wait_for(lambda: re.findall(r"step_(\d+) is saved", job.output()), what="it has saved")
+    job.wait_for_text("requeued, to go on from")
+    through_slurm_s = first_step_s(tmp_path / "stopped") - started_s
+    assert job.end(timeout_s=DEADLINE_S) == "COMPLETED 0:0", job.output()
+    assert [record["step"] for record in records(tmp_path / "stopped")] == list(range(1, 41))
+    assert f"step {int(saved) + 1}/40" in (tmp_path / f"stopped/log/job-{job.number}-1/program.log").read_text()
+
+    alone_s = local(tmp_path, "machine", *arguments)
+    assert differences(tmp_path / "machine", tmp_path / "stopped", step=40) == []
+    with capsys.disabled():
+        print(f"\nuntil the first step: {through_slurm_s:.1f} s through Slurm on 2 nodes, {alone_s:.1f} s without")
+    assert through_slurm_s - alone_s < OVERHEAD_S

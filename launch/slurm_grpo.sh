@@ -59,7 +59,7 @@ export TMPDIR=${TMPDIR:-/tmp}
 python=${MRL_PYTHON:-python3} container=() inside=()
 mounts=$root,$TMPDIR${MRL_MOUNTS:+,$MRL_MOUNTS}
 if [[ -n ${MRL_PYXIS:-} ]]; then
-  container=(--container-image="$MRL_PYXIS" --container-name="mrl-$SLURM_JOB_ID" --container-mounts="$mounts")
+  container=(--container-image="$MRL_PYXIS" --container-mounts="$mounts" --container-workdir="$root")
 elif [[ -n ${MRL_APPTAINER:-} ]]; then
   inside=(apptainer exec --nv --bind "$mounts" --pwd "$root" "$MRL_APPTAINER")
 elif [[ -z ${MRL_PYTHON:-} && -x $root/.venv/bin/python ]]; then
@@ -144,17 +144,21 @@ end_steps() {
   done
 }
 
+newest() {
+  local saved=("$run"/checkpoints/step_[0-9][0-9][0-9][0-9][0-9][0-9])
+  if [[ -e ${saved[-1]} ]]; then echo "${saved[-1]}"; else echo "the beginning: there is no checkpoint"; fi
+}
+before=$(newest)
+
 # requeue WHY
 requeue() {
   end_steps
-  local saved=("$run"/checkpoints/step_[0-9][0-9][0-9][0-9][0-9][0-9])
-  [[ -e ${saved[-1]} ]] || saved=("the beginning: there is no checkpoint")
-  say "$1; requeued, to go on from ${saved[-1]}"
+  say "$1; requeued, to go on from $(newest)"
   scontrol requeue "$SLURM_JOB_ID" || say "Slurm does not requeue this job. Submit the same command: it resumes."
   exit "$STOPPED"
 }
 
-# fail WHY [CODE]: a node is to blame
+# fail WHY: a node is to blame
 fail() {
   say "$1"
   for i in "${!steps[@]}"; do # nobody waits for who is gone
@@ -164,7 +168,7 @@ fail() {
   done
   ((attempt < ${MRL_REQUEUES:-0})) && requeue "requeued as MRL_REQUEUES=$MRL_REQUEUES asks"
   end_steps
-  exit "${2:-$LOST}"
+  exit "$LOST"
 }
 
 for i in "${!nodes[@]}"; do
@@ -212,7 +216,10 @@ fi
 if [[ $cancelled ]]; then
   say "cancelled"
 elif [[ $lost ]] && ((code != 0)); then
-  fail "lost $lost; see ray-$lost.log in $logs" "$code"
+  fail "lost $lost; see ray-$lost.log in $logs"
+elif [[ $late && $(newest) == "$before" ]]; then # the next start would come no further than this one
+  say "no checkpoint was saved in time, nor since the start: not requeued. Give SIGUSR1 the time that a step and a \
+checkpoint take, e.g. MRL_GRACE_S=540 sbatch --signal=B:USR1@600, or lower checkpoint.every, and submit again"
 elif [[ $late ]]; then
   requeue "no checkpoint was saved in time"
 elif [[ $stopping ]] && ((code == STOPPED || code == KILLED_BY_USR1)); then

@@ -1,6 +1,6 @@
 """A small program in place of megatron_rl.main: a step is a moment, and a checkpoint is the number of steps done.
 
-DRIVER says what goes wrong: "exit N" ends it with that code, "deaf" ignores SIGUSR1.
+DRIVER says what goes wrong: "exit N" ends it with that code, "deaf N" ignores SIGUSR1 and saves at step N only.
 """
 
 import contextlib
@@ -66,6 +66,8 @@ def main() -> int:
         print(f"step {step}/{config.steps}", flush=True)
         with contextlib.suppress(OSError), (run.path / "steps").open("a") as steps:
             steps.write(f"{step}\n")
+        if what == "deaf" and step == int(code):
+            save(run.checkpoints, step)
         if asked:
             save(run.checkpoints, step)
             return STOPPED

@@ -193,15 +193,25 @@ def test_a_job_at_its_time_limit_saves_requeues_and_resumes(submit: Submit, tmp_
 
 
 def test_a_program_that_does_not_stop_in_time_is_ended_and_the_job_requeued(slurm: Cluster, submit: Submit) -> None:
-    job = submit("--nodes=1", driver="deaf", steps=16, MRL_GRACE_S=2)
-    job.wait_for_text("step 2/")
+    job = submit("--nodes=1", driver="deaf 2", steps=20, MRL_GRACE_S=2)
+    job.wait_for_text("step 3/")
 
     slurm.run("scancel", "--signal=USR1", "--batch", job.number)
 
     job.wait_for_text("no checkpoint within MRL_GRACE_S=2 s: ending the program")
-    job.wait_for_text("requeued, to go on from the beginning: there is no checkpoint")
+    job.wait_for_text("/runs/run/checkpoints/step_000002")
     assert job.end() == "COMPLETED 0:0"
     assert job.fields()["Restarts"] == "1"
+
+
+def test_a_job_that_would_come_no_further_is_not_requeued(slurm: Cluster, submit: Submit) -> None:
+    job = submit("--nodes=1", driver="deaf 1000", steps=1000, MRL_GRACE_S=2)
+    job.wait_for_text("step 3/")
+
+    slurm.run("scancel", "--signal=USR1", "--batch", job.number)
+
+    assert job.end().startswith("FAILED ")
+    assert "no checkpoint was saved in time, nor since the start: not requeued. Give SIGUSR1 the time" in job.output()
 
 
 def test_a_job_that_may_not_be_requeued_says_how_to_go_on(slurm: Cluster, submit: Submit) -> None:

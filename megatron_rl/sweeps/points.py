@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -137,8 +137,3 @@ def as_ended(point: Point) -> Point:
         return replace(point, state=FAILED, note="ended without a word")
     state = {"": COMPLETED, INTERRUPTED: CANCELLED}.get(ending.error, FAILED)
     return replace(point, state=state, note=ending.error if state == FAILED else "", seconds=ending.seconds)
-
-
-def same_run(a: Sequence[str], b: Sequence[str]) -> bool:
-    """Whether two lists of overrides mean the same."""
-    return sorted(a) == sorted(b)

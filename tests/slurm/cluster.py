@@ -148,11 +148,6 @@ class Cluster:
         _wait_for(lambda: not any(map(_lives, self._machines.values())), what="all nodes are off")
         shutil.rmtree(self.directory)
 
-    def power_off(self, name: str) -> None:
-        """As a power cut does: nothing on the node lives, and nobody else is told."""
-        self._machines[name].kill()
-        _wait_for(lambda: not _lives(self._machines[name]), what=f"{name} is off")
-
     def processes(self, name: str) -> list[psutil.Process]:
         """Those on a node, without what ran before any job."""
         found: list[psutil.Process] = []

@@ -21,7 +21,7 @@ DEADLINE_S = 900.0
 """For anything that should happen; a machine busy with other things takes long to start a server."""
 GONE_S = 60.0
 """For the last process to end after the run's own."""
-DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, REFUSED, STOPPED, INTERRUPTED = 0, 1, 2, 85, 130
 
 
 @dataclass(frozen=True, slots=True)

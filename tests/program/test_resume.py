@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tests.program.conftest import MIDDLE, STEPS, Finished, World
-from tests.program.program import DONE, FAILED, INTERRUPTED, finish, running
+from tests.program.program import DONE, FAILED, INTERRUPTED, STOPPED, finish, running
 from tests.program.states import differences, records
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(3600)]
@@ -40,6 +40,31 @@ def test_three_steps_a_dead_rank_a_killed_driver_and_three_more_steps_are_six_st
     assert ended.code == -signal.SIGKILL, LOST_RACE
     assert ended.left_behind == ()
     assert not (path / f"checkpoints/step_{STEPS:06d}").exists(), LOST_RACE
+
+    ended = finish(arguments, world.output("resumed"))
+    assert ended.code == DONE, ended.text
+    assert differences(replayed.path, path, step=STEPS) == []
+    assert records(path) == records(replayed.path)
+
+
+def test_stopped_runs_save_what_can_be_saved_and_end_as_if_they_had_not_been_stopped(
+    world: World, trained: Finished, replayed: Finished
+) -> None:
+    arguments = world.replay_arguments("stopped", trained.path / "samples.jsonl")
+    path = world.runs / "stopped"
+
+    with running([*arguments, "sft.steps=10000"], world.output("stopped-in-warm-start")) as run:
+        run.wait_for("warm start 1/")
+        run.signal(signal.SIGUSR1)
+        ended = run.end()
+    ended.said(r"stopped: \d+ of the warm start's 10000 steps are lost", code=STOPPED)
+
+    with running(arguments, world.output("stopped")) as run:
+        run.wait_for("step 1/")
+        run.signal(signal.SIGUSR1)
+        ended = run.end()
+    ended.said(r"stopped: .*/step_00000\d is saved. The same command resumes", code=STOPPED)
+    assert not (path / "hf").exists(), LOST_RACE
 
     ended = finish(arguments, world.output("resumed"))
     assert ended.code == DONE, ended.text

@@ -161,6 +161,14 @@ class Cluster:
                     found.append(process)
         return found
 
+    def titles(self, name: str) -> list[str]:
+        """Names and command lines of a node's processes."""
+        found = []
+        for process in self.processes(name):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile
+                found.append(" ".join([process.name(), *process.cmdline()]))
+        return found
+
     def process(self, name: str, title: str) -> psutil.Process:
         """The one process on a node that is called `title`."""
         found = [p for p in self.processes(name) if p.name() == title]

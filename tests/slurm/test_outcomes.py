@@ -25,7 +25,7 @@ def steps_done(run: Path) -> list[int]:
 
 def nothing_is_left(slurm: Cluster, job: Job) -> None:
     def left() -> list[str]:
-        return [f"{name}: {p.cmdline()}" for name in slurm.names for p in slurm.processes(name)]
+        return [f"{name}: {title}" for name in slurm.names for title in slurm.titles(name)]
 
     job.wait_for(lambda: not left(), what="no process is left", timeout_s=LEFT_S)
 
@@ -185,11 +185,15 @@ def test_a_preempted_job_saves_requeues_and_resumes(slurm: Cluster, submit: Subm
     resumed(job, tmp_path / "runs" / "run", steps=12)
 
 
-def test_a_job_at_its_time_limit_saves_requeues_and_resumes(submit: Submit, tmp_path: Path) -> None:
-    steps = 150
-    job = submit("--nodes=1", "--time=1", "--signal=B:USR1@30", steps=steps)
+def test_a_job_at_its_time_limit_saves_requeues_and_resumes(slurm: Cluster, submit: Submit, tmp_path: Path) -> None:
+    """The limit is set when the program runs: Slurm looks at limits every 30 s, and counts them in minutes."""
+    job = submit("--nodes=1", "--time=10", "--signal=B:USR1@90", steps=240)
+    job.wait_for_text("step 2/")
+    slurm.run("scontrol", "update", f"jobid={job.number}", "timelimit=2")
+    job.wait_for_text("requeued, to go on from")
+    slurm.run("scontrol", "update", f"jobid={job.number}", "timelimit=10")
 
-    resumed(job, tmp_path / "runs" / "run", steps=steps)
+    resumed(job, tmp_path / "runs" / "run", steps=240)
 
 
 def test_a_program_that_does_not_stop_in_time_is_ended_and_the_job_requeued(slurm: Cluster, submit: Submit) -> None:

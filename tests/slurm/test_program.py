@@ -49,7 +49,7 @@ def test_the_demo_on_two_nodes_gives_the_weights_of_one_machine(slurm: Cluster, 
         nodes=2,
     )
     job.wait_for_text("step 1/3", timeout_s=DEADLINE_S)
-    titles = {name: [p.name() + " ".join(p.cmdline()) for p in slurm.processes(name)] for name in ("node1", "node2")}
+    titles = {name: slurm.titles(name) for name in ("node1", "node2")}
 
     assert job.end(timeout_s=DEADLINE_S) == "COMPLETED 0:0", job.output()
     for name, found in titles.items():  # of each node
@@ -82,3 +82,15 @@ def test_a_stopped_run_resumes_behind_its_checkpoint_and_starting_it_costs_littl
     with capsys.disabled():
         print(f"\nuntil the first step: {through_slurm_s:.1f} s through Slurm on 2 nodes, {alone_s:.1f} s without")
     assert through_slurm_s - alone_s < OVERHEAD_S
+
+
+def test_one_engine_over_two_of_three_nodes(slurm: Cluster, tmp_path: Path) -> None:
+    engine = ("rollout.engines=1", "rollout.tp=2", "rollout.ranks_per_node=1")
+    job = submit(slurm, tmp_path, "three", *DEMO, *engine, "steps=1", "trainer.ranks_per_node=1", nodes=3)
+    job.wait_for_text("step 1/1", timeout_s=DEADLINE_S)
+    parts = [sum("ray::Server" in title for title in slurm.titles(name)) for name in slurm.names]
+
+    assert job.end(timeout_s=DEADLINE_S) == "COMPLETED 0:0", job.output()
+    assert sorted(parts) == [0, 1, 1]
+    (last,) = (record for record in records(tmp_path / "three") if record["step"] == 1)
+    assert last["sync/bytes_received"] == last["sync/bytes_needed"] > 0

@@ -76,9 +76,10 @@ class Node:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                if os.readlink(f"/proc/{process.pid}/ns/pid") == space and process.status() != psutil.STATUS_ZOMBIE:
+                is_here = os.readlink(f"/proc/{process.pid}/ns/pid") == space and process.pid != self.first.pid
+                if is_here and process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[:1] != ["sleep"]:
                     found.append(process)
-        return [p for p in found if p.pid != self.first.pid and p.cmdline()[:1] != ["sleep"]]
+        return found
 
 
 @contextlib.contextmanager

@@ -31,8 +31,8 @@ OBJECT_STORE_BYTES = 1_000_000_000
 """Of each node: a step's token arrays; it spills to disk beyond."""
 ANSWER_S = 3.0
 """For one answer of a node."""
-FIRST_PORT, PORTS = 20_000, 10_000
-"""Below the ports that a kernel gives out by itself."""
+FIRST_PORT, PORTS, PORTS_A_JOB = 20_000, 10_000, 10
+"""Below the ports that a kernel gives out by itself. Jobs that start together on a node look at different ones."""
 TEMPORARY = "mrl-ray-"
 KEPT_LOGS = {"raylet.out": r" [EF] \d", "raylet.err": "", "gcs_server.out": r" [EF] \d", "ray_process_exit.log": ""}
 """Of Ray's own logs, and what their lines must hold to be worth it: of statistics there are many."""
@@ -52,7 +52,7 @@ def plan(count: str, *arguments: str) -> int:
     run = RunDirectory(config)
     run.logs.mkdir(parents=True, exist_ok=True)
     address, _ = own_address()
-    print(run.path, address, free_port(address, first=int(os.environ["SLURM_JOB_ID"])), sep="\n")
+    print(run.path, address, free_port(address, first=int(os.environ["SLURM_JOB_ID"]) * PORTS_A_JOB), sep="\n")
     return 0
 
 

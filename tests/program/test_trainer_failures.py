@@ -80,7 +80,8 @@ def test_a_loss_that_is_not_a_number_is_refused(mended: Mended) -> None:
 
 def test_a_full_disk_at_a_save_says_so_and_loses_no_checkpoint(mended: Mended) -> None:
     mended.full.said(
-        rf"checkpoint of step {STEPS} could not be written .*, where \d\.\d MB were free: .*Earlier .* are untouched",
+        rf"(?s)checkpoint of step {STEPS} could not be written .*, where \d\.\d MB were free: .*"
+        "Earlier .* are untouched",
         code=FAILED,
     )
     assert mended.steps[1] == list(range(STEPS + 1))

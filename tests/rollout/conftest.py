@@ -27,12 +27,13 @@ class Engines:
     other: Path
     """Another checkpoint of the same config."""
     servers: dict[int, Server]
-    twin: Server
+    twin: Server | None = None
     """Another one of size 2."""
 
     @property
     def named(self) -> dict[str, Server]:
-        return {"tp1": self.servers[1], "tp2": self.servers[2], "twin": self.twin}
+        twin = {"twin": self.twin} if self.twin else {}
+        return {**{f"tp{tp}": server for tp, server in self.servers.items()}, **twin}
 
     def spec(self, trainer: MegatronTopology, *, tp: int = 2, **options: Any) -> SyncSpec:
         """Of pushes into servers of this size."""

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.rollout.conftest import Engines
-from tests.rollout.servers import assert_greedy_text_is_that_of_transformers, checkpoint, running
-from tests.rollout.test_sync_live import push_both, state_of
+from tests.rollout.servers import assert_greedy_text_is_that_of_transformers, checkpoint, running, state_of
+from tests.rollout.test_sync_live import push_all
 from tests.trainer.ranks import run_ranks
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
@@ -52,12 +52,13 @@ def test_a_pushed_server_equals_one_that_loaded_the_export(engine: Engines, tmp_
     export.mkdir()
     _, parallel = FAMILIES[engine.family]
 
-    results = run_ranks(2, push_both, engine, parallel, 2, f"file://{tmp_path}/meeting", export)
+    layout = 2, parallel, (f"tp{tp}",)
+    results = run_ranks(2, push_all, engine, layout, f"file://{tmp_path}/meeting", export)
 
     exported, original = (load_file(path / "model.safetensors") for path in (export, engine.path))
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], original[name]) for name in original)
-    between, after, metrics = results[0][tp]
+    ((between,), (after,)), metrics, _ = results[0][f"tp{tp}"]
     assert after == fresh
     for old, new in zip(fresh[0], between[0], strict=True):
         assert old.keys() == new.keys() and not set(old.items()) & set(new.items())

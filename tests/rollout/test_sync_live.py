@@ -46,14 +46,14 @@ TARGETS: dict[str, tuple[tuple[str, ...], int, tuple[Any, Any] | None]] = {
 
 
 def push_all(
-    rank: int, engines: Engines, layout: str, meeting: str, export: Path
+    rank: int, engines: Engines, layout: tuple[int, dict[str, Any], tuple[str, ...]], meeting: str, export: Path
 ) -> dict[str, tuple[list[Any], dict[str, float], int]]:
     """Push the other checkpoint, then their own, into each target, and export the latter.
 
     Returns: by target, the servers' states after each push, and the metrics of the second, on the first rank; the bytes
     that this rank sent to another node in the first push.
     """
-    world_size, parallel, targets = LAYOUTS[layout]
+    world_size, parallel, targets = layout
     worker = Worker(make_config(parallel, world_size=world_size), rank, str(engines.other))
     worker.build(meeting)
     ranks, found, crossed = FirstRank(worker) if rank == 0 else None, {}, []
@@ -111,7 +111,7 @@ def test_a_pushed_server_equals_one_that_loaded_the_export(
     export = tmp_path / "export"
     export.mkdir()
 
-    results = run_ranks(LAYOUTS[layout][0], push_all, engines, layout, meeting, export)
+    results = run_ranks(LAYOUTS[layout][0], push_all, engines, LAYOUTS[layout], meeting, export)
 
     exported, original = (load_file(p / "model.safetensors") for p in (export, engines.path))
     assert exported.keys() == original.keys()

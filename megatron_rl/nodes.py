@@ -52,6 +52,18 @@ def ranks_on_a_node(ranks: int, *, gpus: Sequence[int], group: int = 1, copies: 
     return next(fitting, 1)
 
 
+def trainer_together(config: Config, gpus: Sequence[int]) -> int:
+    """Trainer ranks that share a node, of nodes with so many GPUs each."""
+    t = config.trainer
+    return t.ranks_per_node or ranks_on_a_node(t.world_size, gpus=gpus, group=config.parallel.tp)
+
+
+def rollout_together(config: Config, gpus: Sequence[int]) -> int:
+    """Engine ranks that share a node, of nodes with so many GPUs each."""
+    r = config.rollout
+    return r.ranks_per_node or ranks_on_a_node(r.tp, gpus=gpus, copies=r.engines)
+
+
 def cpus_of_node(gpus: int) -> int:
     """The fewest with which a node of so many GPUs can be used whole: Ray counts one a rank, and one for rewards."""
     return gpus + 1
@@ -76,9 +88,9 @@ def arrange(config: Config) -> tuple[Places, Places]:
 
 def _arrange(config: Config, ranks: tuple[int, int], gpus: list[int]) -> tuple[Places, Places]:
     trainer, rollout, used = config.trainer, config.rollout, [0] * len(gpus)
-    together = trainer.ranks_per_node or ranks_on_a_node(ranks[0] or 1, gpus=gpus, group=config.parallel.tp)
+    together = trainer_together(config, gpus)
     ours = _fill(used, gpus, "trainer", ranks[0], together, apart=trainer.ranks_per_node is not None)
-    together = rollout.ranks_per_node or ranks_on_a_node(rollout.tp, gpus=gpus, copies=rollout.engines)
+    together = rollout_together(config, gpus)
     return ours, _fill(used, gpus, "rollout", ranks[1], together, apart=rollout.ranks_per_node is not None)
 
 

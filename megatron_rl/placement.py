@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatron_rl import cluster
 from megatron_rl.config import Config
 from megatron_rl.errors import BackendError
-from megatron_rl.nodes import ranks_on_a_node
+from megatron_rl.nodes import rollout_together, trainer_together
 
 LOOPBACK = "127.0.0.1"
 SHARE = 0.001
@@ -27,9 +27,8 @@ SHARE = 0.001
 def trainer_pool(config: Config) -> "Pool":
     """A place for each trainer rank; where there are GPUs, as many ranks side by side as a node has."""
     ranks, asked, nodes = config.trainer.world_size, config.trainer.ranks_per_node, config.cluster.trainer_nodes
-    together, gpus = asked or 1, has_gpus()
-    if gpus and not asked:
-        together = ranks_on_a_node(ranks, gpus=_gpus(nodes), group=config.parallel.tp)
+    gpus = has_gpus()
+    together = trainer_together(config, _gpus(nodes)) if gpus else asked or 1
     strategy = "STRICT_SPREAD" if asked else "PACK"
     return Pool("trainer", ranks, cpus=1, gpus=int(gpus), together=together, strategy=strategy, nodes=nodes)
 
@@ -37,7 +36,7 @@ def trainer_pool(config: Config) -> "Pool":
 def rollout_pool(config: Config) -> "Pool":
     """A place for each engine; for each of an engine's parts, engine after engine, where one node does not hold it."""
     r, nodes, gpus = config.rollout, config.cluster.rollout_nodes, has_gpus()
-    together = r.ranks_per_node or (ranks_on_a_node(r.tp, gpus=_gpus(nodes), copies=r.engines) if gpus else r.tp)
+    together = rollout_together(config, _gpus(nodes)) if gpus else r.ranks_per_node or r.tp
     part = min(together, r.tp)
     return Pool(
         "rollout",

@@ -5,6 +5,7 @@ Checks of one section stand in its `__post_init__`; checks across sections or ag
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from megatron_rl.errors import ConfigError
 _INSTALLED = Path(__file__).parent / "configs"
 CONFIG_DIR = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[1] / "configs"
 """setup.py puts the clone's configs/ into the package."""
+SEEDS = 2**32
 
 
 def _choice(key: str, value: str, choices: Sequence[str]) -> None:
@@ -33,6 +35,20 @@ def _choice(key: str, value: str, choices: Sequence[str]) -> None:
 def _at_least(key: str, value: float, least: float) -> None:
     if value < least:
         raise ConfigError(f"{key}={value} must be at least {least}.")
+
+
+def _check_numbers(section: Any, prefix: str = "") -> None:
+    """What holds of every number of its kind: NaN compares with nothing, so no check of a range would see it."""
+    for f in dataclasses.fields(section):
+        key, value = prefix + f.name, getattr(section, f.name)
+        if dataclasses.is_dataclass(value):
+            _check_numbers(value, f"{key}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value} is no finite number, and nothing could be computed with it. Write one.")
+        elif f.name.endswith("timeout_s") and value <= 0:
+            raise ConfigError(f"{key}={value} leaves no time for what is waited for. Set it above 0.")
+        elif f.name == "seed" and not 0 <= value < SEEDS:
+            raise ConfigError(f"{key}={value}: the libraries that it seeds take 0 to {SEEDS - 1}. Set one of these.")
 
 
 @dataclass
@@ -145,6 +161,15 @@ class OptimizerConfig:
         _choice(f"{section}.decay", self.decay, ("constant", "linear", "cosine"))
         for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad"):
             _at_least(f"{section}.{name}", getattr(self, name), 0)
+        for name in ("beta1", "beta2"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ConfigError(
+                    f"{section}.{name}={value} must be at least 0 and below 1: it weighs a running mean's past."
+                )
+        if self.eps <= 0:
+            raise ConfigError(
+                f"{section}.eps={self.eps} must be above 0: Adam would divide by 0 where there never was a gradient."
+            )
         if self.min_lr > self.lr:
             raise ConfigError(
                 f"{section}.min_lr={self.min_lr} is above {section}.lr={self.lr}: the schedule only goes down. "
@@ -171,6 +196,8 @@ class AlgorithmConfig(OptimizerConfig):
         self.check("algorithm")
         for name in ("clip_low", "clip_high", "kl_coef"):
             _at_least(f"algorithm.{name}", getattr(self, name), 0)
+        if self.clip_low > 1:
+            raise ConfigError(f"algorithm.clip_low={self.clip_low} is above 1, and no ratio is below 0. Set 1 or less.")
         _at_least("algorithm.mini_batches", self.mini_batches, 1)
 
 
@@ -381,7 +408,7 @@ class ClusterConfig:
         _at_least("cluster.gpus_per_node", self.gpus_per_node, 1)
         _at_least("cluster.gpu_gb", 1 if self.gpu_gb is None else self.gpu_gb, 1)
         host = r"(ray://)?([^\s:/\[\]]+|\[[0-9a-fA-F:]+\])"
-        match = re.fullmatch(rf"auto|{host}:(?P<port>\d{{1,5}})", self.address or "auto")
+        match = re.fullmatch(rf"auto|{host}:(?P<port>\d{{1,5}})", "auto" if self.address is None else self.address)
         if match is None or int(match["port"] or 0) > 65535:
             raise ConfigError(
                 f"cluster.address={self.address!r} is no address of a Ray cluster. Write HOST:PORT, as `ray start "
@@ -429,6 +456,7 @@ class Config:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.+-]+", self.name) or self.name.startswith("."):
             raise ConfigError(f"name={self.name!r} names a directory: use letters, digits, '_', '-', '+' and '.' only.")
+        _check_numbers(self)
         _choice("mode", self.mode, MODES)
         _choice("resume", self.resume, ("auto", "never"))
         _at_least("steps", self.steps, 0)

@@ -1,10 +1,13 @@
 import dataclasses
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from megatron_rl.config import load_config, to_yaml
+from megatron_rl.config import Config, load_config, to_yaml
 from megatron_rl.errors import ConfigError
 
 DEMO = "experiment=cpu_digits"
@@ -65,6 +68,18 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path: Path) -> None:
         ("algorithm.clip_grad=-1", "algorithm.clip_grad=-1.0 must be at least 0"),
         ("evaluation.samples_per_prompt=0", "evaluation.samples_per_prompt=0 must be at least 1"),
         ("trainer.threads_per_rank=0", "trainer.threads_per_rank=0 must be at least 1"),
+        ("algorithm.lr=nan", "algorithm.lr=nan is no finite number"),
+        ("sampling.temperature=inf", "sampling.temperature=inf is no finite number"),
+        ("reward.threshold=nan", "reward.threshold=nan is no finite number"),
+        ("trainer.step_timeout_s=0", "trainer.step_timeout_s=0.0 leaves no time"),
+        ("rollout.request_timeout_s=-5", "rollout.request_timeout_s=-5.0 leaves no time"),
+        ("seed=-1", "seed=-1: the libraries that it seeds take 0 to"),
+        ("data.seed=99999999999999999999", "data.seed=9+: the libraries that it seeds take 0 to"),
+        ("algorithm.beta1=1", "algorithm.beta1=1.0 must be at least 0 and below 1"),
+        ("sft.beta2=-0.5", "sft.beta2=-0.5 must be at least 0 and below 1"),
+        ("algorithm.eps=0", "algorithm.eps=0.0 must be above 0"),
+        ("algorithm.clip_low=1.5", "algorithm.clip_low=1.5 is above 1"),
+        ("cluster.address=''", "cluster.address='' is no address"),
         ("steps", "is not key=value"),
         ("~sft", "is not key=value"),
         ("name=[1,", "cannot be composed"),
@@ -73,6 +88,31 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path: Path) -> None:
 def test_a_wrong_value_is_refused_with_the_mend(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config([DEMO, override])
+
+
+def test_no_number_may_be_infinite_or_none_and_no_deadline_over() -> None:
+    """Every field, so that a new one is not forgotten."""
+    config = load_config([DEMO])
+    floats = [key for key, kind in number_fields(Config) if "float" in str(kind)]
+    assert len(floats) > 20
+
+    for key in floats:
+        for value in (math.nan, math.inf, *((0.0,) if key.endswith("timeout_s") else ())):
+            with pytest.raises(ConfigError, match=f"{key}={value}"):
+                changed(config, key, value)
+
+
+def changed(section: Any, key: str, value: float) -> Any:
+    name, _, rest = key.partition(".")
+    return dataclasses.replace(section, **{name: changed(getattr(section, name), rest, value) if rest else value})
+
+
+def number_fields(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(f.type):
+            yield from number_fields(f.type, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, f.type
 
 
 def test_a_schedule_that_goes_up_is_refused_with_both_rates() -> None:

@@ -3,7 +3,7 @@
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Table
 from megatron_rl.models import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
-from megatron_rl.models.family import Architecture, Family, HfConfig, refuse
+from megatron_rl.models.family import Architecture, Family, HfConfig, refuse, refuse_sizes
 
 __all__ = ["FAMILIES", "Architecture", "Family", "find_family", "load_architecture", "load_table"]
 
@@ -25,9 +25,10 @@ def find_family(hf_config: HfConfig) -> Family:
     Raises: ConfigError when it is unknown, quantized, or has a value that the family does not support.
     """
     names = hf_config.get("architectures") or ["(none)"]
-    if names[0] not in FAMILIES:
+    name = names[0] if isinstance(names, list) else names
+    if not isinstance(names, list) or name not in FAMILIES:
         raise ConfigError(
-            f"Architecture {names[0]!r} in config.json is not known. Known: {', '.join(sorted(FAMILIES))}. "
+            f"Architecture {name!r} in config.json is not known. Known: {', '.join(sorted(FAMILIES))}. "
             'CONTRIBUTING.md says how to add one: "Adding a model family".'
         )
     if quantization := hf_config.get("quantization_config"):
@@ -35,7 +36,7 @@ def find_family(hf_config: HfConfig) -> Family:
             f"The checkpoint is quantized ({quantization.get('quant_method')}): training needs its weights in bfloat16 "
             "or float32. Convert it first: python tools/convert import --hf DIR --out DIR"
         )
-    family = FAMILIES[names[0]]
+    family = FAMILIES[name]
     refuse(hf_config, family.supported)
     return family
 
@@ -46,5 +47,10 @@ def load_table(hf_config: HfConfig) -> Table:
 
 
 def load_architecture(hf_config: HfConfig) -> Architecture:
-    """The model in megatron-core's words. Raises: ConfigError when megatron-core would compute something else."""
-    return find_family(hf_config).architecture(hf_config)
+    """The model in megatron-core's words.
+
+    Raises: ConfigError when megatron-core would compute something else, or nobody could compute anything.
+    """
+    model = find_family(hf_config).architecture(hf_config)
+    refuse_sizes(model)
+    return model

@@ -125,6 +125,29 @@ def refuse(hf: HfConfig, supported: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_sizes(model: Architecture) -> None:
+    """Raise a ConfigError for sizes of which each could be, but not all together."""
+    sizes = model.megatron
+    heads, groups = sizes["num_attention_heads"], sizes.get("num_query_groups") or 1
+    if heads % groups:
+        raise ConfigError(
+            f"config.json has num_attention_heads={heads} and num_key_value_heads={groups}: each of these serves as "
+            "many of those. Set num_key_value_heads to a divisor of num_attention_heads."
+        )
+    head = sizes["qk_pos_emb_head_dim" if model.mla else "kv_channels"]
+    if (rotated := int(head * model.rotary_percent)) % 2 or not 0 < rotated <= head:
+        raise ConfigError(
+            f"config.json has {rotated} of a head's {head} rows rotated: they are rotated in pairs. Make "
+            "qk_rope_head_dim, or head_dim and its partial_rotary_factor, give an even number."
+        )
+    experts, chosen = sizes.get("num_moe_experts"), sizes.get("moe_router_topk", 0)
+    if experts is not None and chosen > experts:
+        raise ConfigError(
+            f"config.json has num_experts_per_tok={chosen} of {experts} experts: a token cannot have more than there "
+            f"are. Set num_experts_per_tok to at most {experts}."
+        )
+
+
 def rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None]:
     """(base, scaling or None), from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
     new = hf.get("rope_parameters")

@@ -92,6 +92,15 @@ def _moe(hf: HfConfig, sglang_router_dtype: str | None) -> tuple[Row, ...]:
 def _groups(hf: HfConfig) -> dict[str, int]:
     """Group-limited routing. Megatron scores a group by its best topk/topk_group experts, DeepSeek by its best two."""
     groups, kept, topk = read(hf, "n_group"), read(hf, "topk_group"), read(hf, "num_experts_per_tok")
+    experts = read(hf, "n_routed_experts")
+    size = experts // groups
+    if experts % groups or size < 2 or kept > groups or topk > kept * size:
+        raise ConfigError(
+            f"config.json has num_experts_per_tok={topk} in topk_group={kept} of n_group={groups} groups of "
+            f"n_routed_experts={experts}: groups are equally large, scored by their best two experts, and those kept "
+            "hold the chosen ones. Make n_group a divisor of n_routed_experts of which each group has at least 2, "
+            "topk_group at most n_group, and num_experts_per_tok small enough."
+        )
     if groups == kept:
         return {}
     if topk // kept != 2:

@@ -16,8 +16,10 @@ from typing import Any
 from megatron_rl.checkpoint import STATE, Checkpoints, Stopped, complete
 from megatron_rl.checks import check, cpus_needed, engine_of, longest_demonstration, longest_prompt, topology_of
 from megatron_rl.config import Config, load_config
+from megatron_rl.convert.source import read_source
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
 from megatron_rl.formats.hf_files import read_hf_config
+from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.models import load_table
 from megatron_rl.rollout.options import check_sglang_options, streamed, why_streamed
 from megatron_rl.run_directory import RunDirectory, written_whole
@@ -115,6 +117,8 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     replay = Replay(Path(config.samples)) if config.samples else None
     if not (run.model.exists() and complete(run.checkpoints)):  # without a checkpoint the config may have changed
         make_model(config, run.model, characters(questions, config.data.template))
+    if config.model.path is not None:
+        check_model(run.model, report=run.logs / "model.refused.txt")
     hf = read_hf_config(run.model)
     if note := rounding(hf, config.trainer.dtype):
         metrics.status(note)
@@ -159,11 +163,22 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     metrics.summary(results(run))
 
 
+def check_model(directory: Path, *, report: Path) -> None:
+    """Refuse a Hugging Face checkpoint whose tensors are not those that config.json promises.
+
+    The ranks read what they need: of experts twice as wide, half; of twenty-eight layers, as many as config.json says.
+    A converted checkpoint was compared when it was made.
+    """
+    if not is_torch_dist(directory):
+        read_source(directory, report=report)
+
+
 def rounding(hf: dict[str, Any], dtype: str) -> str | None:
     """What the user should know of a cast at the start."""
-    if hf.get("dtype", hf.get("torch_dtype")) != "float32" or dtype == "float32":
+    stored = hf.get("dtype", hf.get("torch_dtype"))
+    if stored not in ("float32", "float16") or dtype == "float32":
         return None
-    return f"the checkpoint is float32: its weights are rounded to trainer.dtype={dtype} before the first step"
+    return f"the checkpoint is {stored}: its weights are rounded to trainer.dtype={dtype} before the first step"
 
 
 def make_model(config: Config, directory: Path, characters: str) -> None:

@@ -1,13 +1,19 @@
+import json
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.config import load_config
-from megatron_rl.errors import BackendError, ConfigError
-from megatron_rl.main import is_finished, make_model, read_config, rounding
+from megatron_rl.errors import BackendError, ConfigError, DataError
+from megatron_rl.main import check_model, is_finished, make_model, read_config, rounding
+from megatron_rl.models.random_checkpoint import write_random_checkpoint
 from megatron_rl.run_directory import RunDirectory
+from tests.tiny import CHARACTERS, TINY
 
 
 def test_a_run_is_finished_when_its_last_step_is_exported(tmp_path: Path) -> None:
@@ -52,9 +58,39 @@ def test_a_full_disk_under_the_starting_model_is_named_and_leaves_none(tmp_path:
     assert not (tmp_path / "model").exists()
 
 
+GATE = "model.layers.0.mlp.experts.0.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"num_hidden_layers": 3}, {}, r"has 33 that the model does not: extra: model\.layers\.3\."),
+        ({"num_experts": 4}, {}, r"has 48 that the model does not: extra: .*experts\.4\."),
+        ({"moe_intermediate_size": 20}, {}, r"gate_proj.weight is \[40, 56\], config.json makes it \[20, 56\]"),
+        ({"vocab_size": 60}, {}, r"embed_tokens.weight is \[61, 56\], config.json makes it \[60, 56\]"),
+        ({}, {"model.layers.0.self_attn.q_proj.bias": torch.ones(192)}, r"has 1 that .*extra: .*q_proj\.bias"),
+        ({}, {GATE: torch.ones(40, 56).to(torch.float8_e4m3fn)}, rf"{GATE} is FP8 with no scale"),
+        ({}, {GATE: torch.ones(40, 56).to(torch.int8)}, rf"{GATE} has dtype I8, which is not supported"),
+    ],
+    ids=["layers", "experts", "half-experts", "vocabulary", "bias", "fp8", "int8"],
+)
+def test_a_checkpoint_that_holds_another_model_than_its_config_is_refused(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], message: str
+) -> None:
+    write_random_checkpoint(tmp_path, TINY["qwen3_moe"], characters=CHARACTERS, seed=0)
+    check_model(tmp_path, report=tmp_path / "report")
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    save_file(load_file(weights) | tensors, weights, metadata={"format": "pt"})
+
+    with pytest.raises(DataError, match=message):
+        check_model(tmp_path, report=tmp_path / "report")
+
+
 def test_a_cast_of_the_starting_weights_is_said() -> None:
-    assert rounding({"torch_dtype": "float32"}, "bfloat16") == (
-        "the checkpoint is float32: its weights are rounded to trainer.dtype=bfloat16 before the first step"
-    )
+    for stored in ("float32", "float16"):
+        assert rounding({"torch_dtype": stored}, "bfloat16") == (
+            f"the checkpoint is {stored}: its weights are rounded to trainer.dtype=bfloat16 before the first step"
+        )
     for stored, dtype in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
         assert rounding({"dtype": stored}, dtype) is None

@@ -6,7 +6,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Row, Table
 from megatron_rl.layouts.terms import Concat, HfTensor, Rep, Rows
 from megatron_rl.models import noaux
-from megatron_rl.models.family import Architecture, Family, HfConfig, only_keys, read, rename, rotary
+from megatron_rl.models.family import Architecture, Family, HfConfig, number, only_keys, read, rename, rotary
 from megatron_rl.models.rows import attention_output, same
 
 SUPPORTED: dict[str, Any] = {**noaux.SUPPORTED, "attention_bias": False, "rope_interleave": True}
@@ -101,6 +101,8 @@ def _yarn(base: float, scaling: dict[str, Any] | None) -> dict[str, float | str]
         raise ConfigError(
             f"rope_type={scaling['rope_type']!r} is not supported with latent attention. Use 'yarn' or none."
         )
+    for key in YARN[1:]:
+        number(f"{key} of rope_scaling", scaling[key])  # transformers takes an mscale of 0 for none given
     return {
         "rope_type": "yarn",
         "rotary_base": base,

@@ -146,6 +146,12 @@ def refuse_sizes(model: Architecture) -> None:
             f"config.json has num_experts_per_tok={chosen} of {experts} experts: a token cannot have more than there "
             f"are. Set num_experts_per_tok to at most {experts}."
         )
+    if chosen == 1 and not sizes.get("moe_router_pre_softmax", False):
+        raise ConfigError(
+            "config.json has num_experts_per_tok=1, and probabilities of the chosen experts add up to 1: that is the "
+            "one's, whatever its score, and megatron-core takes the score. Use a model that chooses at least 2, or "
+            "does not renormalize."
+        )
 
 
 def rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None]:

@@ -180,7 +180,9 @@ def test_glm_rotates_half_of_each_head_unless_it_says_otherwise() -> None:
 
 def test_probabilities_that_are_not_renormalized_take_softmax_first() -> None:
     assert load_architecture(QWEN).megatron["moe_router_pre_softmax"] is False
-    assert load_architecture({**QWEN, "norm_topk_prob": False}).megatron["moe_router_pre_softmax"] is True
+    for chosen in (1, 3):
+        plain = load_architecture({**QWEN, "norm_topk_prob": False, "num_experts_per_tok": chosen})
+        assert plain.megatron["moe_router_pre_softmax"] is True
     qwen2 = {key: value for key, value in {**TINY["qwen2_moe"], "vocab_size": 61}.items() if key != "norm_topk_prob"}
     assert load_architecture(qwen2).megatron["moe_router_pre_softmax"] is True  # what transformers takes
 
@@ -231,6 +233,11 @@ def test_a_model_we_cannot_carry_is_refused(hf: dict[str, Any], message: str) ->
         ({**QWEN, "num_key_value_heads": 5}, r"num_attention_heads=12 and num_key_value_heads=5: .*a divisor of"),
         ({**QWEN, "num_experts_per_tok": 9}, r"num_experts_per_tok=9 of 8 experts: .* at most 8"),
         ({**MIXTRAL, "num_experts_per_tok": 9}, r"num_experts_per_tok=9 of 8 experts"),
+        *(
+            ({**hf, "num_experts_per_tok": 1}, r"num_experts_per_tok=1, and .* add up to 1: .*megatron-core takes the")
+            for hf in (QWEN, MIXTRAL, GLM, {**DEEPSEEK, "n_group": 1, "topk_group": 1})
+        ),
+        ({**DEEPSEEK, "rope_scaling": {**YARN, "mscale_all_dim": 0}}, r"mscale_all_dim of rope_scaling=0, where a number"),
         ({**DEEPSEEK, "rope_scaling": {**YARN, "attention_factor": 1.0}}, r"attention_factor.*Write it in full"),
         ({**DEEPSEEK, "rope_scaling": {**YARN, "type": "longrope"}}, r"rope_type='longrope' is not supported"),
         ({**QWEN, "rope_scaling": YARN}, r"mscale.*; supported is \['beta_fast', .* Write it in full"),

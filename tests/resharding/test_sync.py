@@ -4,6 +4,7 @@ import concurrent.futures
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,3 +111,25 @@ def test_what_does_not_end_is_named_and_a_later_push_succeeds(
 
     assert it.steps == ["pause, 0 calls running", "pause, 0 calls running", "commit 3"]
     assert it.is_complete()
+
+
+@pytest.mark.parametrize("more", [-4, 4])
+def test_a_rank_that_got_less_or_more_than_its_parameters_hold_is_no_commit(
+    both: tuple[Both, EngineSync], monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    it, engines = both
+    receive = it.receivers[1].receive
+
+    def receive_otherwise(*args: Any) -> LoadReport:
+        report = receive(*args)
+        return replace(report, covered_bytes=report.covered_bytes + more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(it.receivers[1], "receive", receive_otherwise)
+        with pytest.raises(SyncError, match=r"take (\d+) bytes and (?!\1)\d+ arrived: the layout table leaves out or"):
+            engines.push(version=1)
+    assert it.steps == ["pause, 0 calls running"]
+
+    engines.push(version=2)
+
+    assert it.steps[-1] == "commit 2" and it.is_complete()

@@ -67,10 +67,17 @@ def read_source(directory: Path, *, report: Path) -> Source:
     known = {*expected, *aliases, *derived, *(scale.name for scale in scales.values())}
     missing, extra = [n for n in expected if n not in stored], [n for n in stored if n not in known]
     if missing or extra:
+        in_model = {layout.name for layout in hf_layouts(table, dtype="", mtp=False)}
+        mend = "Use the config.json that belongs to the weights, and all their files."
+        if not extra and in_model.isdisjoint(missing):
+            mend = (
+                "All of them are of multi-token prediction layers, which transformers does not save: then set "
+                "num_nextn_predict_layers to 0 in config.json."
+            )
         lines = [f"missing: {name}" for name in missing] + [f"extra: {name}" for name in extra]
         raise DataError(
             f"{directory} lacks {len(missing)} tensors that config.json promises and has {len(extra)} that the model "
-            f"does not: {_listed(lines, report)}. Use the config.json that belongs to the weights, and all their files."
+            f"does not: {_listed(lines, report)}. {mend}"
         )
     tensors = {name: stored[name] for name in stored if name in expected}
     wrong = [
@@ -163,10 +170,11 @@ def _listed(lines: Iterable[str], report: Path) -> str:
 
 
 def write_config(source: Source, directory: Path) -> None:
-    """config.json of what is written: the source's own, or the one of its dequantised weights."""
+    """config.json of what is written: the source's own, or, where it says FP8, the one of dequantised weights."""
     path = directory / "config.json"
-    if source.scales:
-        path.write_text(json.dumps({**source.config, "dtype": "bfloat16"}, indent=2) + "\n")
+    if source.config != read_hf_config(source.directory):
+        dtype = {"dtype": "bfloat16"} if source.scales else {}  # else they had been dequantised before
+        path.write_text(json.dumps({**source.config, **dtype}, indent=2) + "\n")
     else:
         path.write_bytes((source.directory / "config.json").read_bytes())
 

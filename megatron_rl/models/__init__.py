@@ -3,7 +3,7 @@
 from megatron_rl.errors import ConfigError
 from megatron_rl.layouts.table import Table
 from megatron_rl.models import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
-from megatron_rl.models.family import Architecture, Family, HfConfig, refuse, refuse_sizes
+from megatron_rl.models.family import Architecture, Family, HfConfig, refuse, refuse_quantized, refuse_sizes
 
 __all__ = ["FAMILIES", "Architecture", "Family", "find_family", "load_architecture", "load_table"]
 
@@ -32,9 +32,11 @@ def find_family(hf_config: HfConfig) -> Family:
             'CONTRIBUTING.md says how to add one: "Adding a model family".'
         )
     if quantization := hf_config.get("quantization_config"):
+        refuse_quantized(quantization)
+    if others := set(hf_config.get("layer_types") or ()) - {"full_attention"}:
         raise ConfigError(
-            f"The checkpoint is quantized ({quantization.get('quant_method')}): training needs its weights in bfloat16 "
-            "or float32. Convert it first: python tools/convert import --hf DIR --out DIR"
+            f"config.json has layer_types of {', '.join(map(repr, sorted(others)))}: neither the trainer nor SGLang's "
+            f"{name} has other layers than 'full_attention'. Use a checkpoint that has no others."
         )
     family = FAMILIES[name]
     refuse(hf_config, family.supported)

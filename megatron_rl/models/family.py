@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.layouts.fp8 import BLOCK
 from megatron_rl.layouts.table import Table
 
 HfConfig = dict[str, Any]
@@ -123,6 +124,18 @@ def refuse(hf: HfConfig, supported: Mapping[str, Any]) -> None:
                 f"config.json has {key}={hf[key]!r}; for {hf['architectures'][0]} only {value!r} is supported, and the "
                 "model would compute something else. Use a checkpoint that has it."
             )
+
+
+def refuse_quantized(found: Any) -> NoReturn:
+    """Raise a ConfigError for the `quantization_config` of weights that are to be trained."""
+    given = found if isinstance(found, dict) else {"quant_method": found}
+    method, size = given.get("quant_method"), given.get("weight_block_size")
+    mend = f"tools/convert reads FP8 in blocks of {BLOCK} x {BLOCK} and nothing else. Use the bfloat16 checkpoint"
+    if method == "fp8" and size == [BLOCK, BLOCK]:
+        mend = "Convert it first: python tools/convert import --hf DIR --out DIR"
+    raise ConfigError(
+        f"The checkpoint is quantized ({method}): training needs its weights in bfloat16 or float32. {mend}."
+    )
 
 
 def refuse_sizes(model: Architecture) -> None:

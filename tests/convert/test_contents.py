@@ -130,6 +130,18 @@ def test_fp8_in_and_out(tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "megatron", hf, processes=1)[0] == []
 
 
+def test_dequantized_weights_under_a_config_that_still_says_fp8(tmp_path: Path) -> None:
+    hf = Path(write_checkpoint(tmp_path / "hf", "qwen3_moe", dtype="bfloat16"))
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**config, "quantization_config": fp8.CONFIG}))
+
+    again = there_and_back(hf)
+
+    assert_same(read(again), read(hf))
+    assert json.loads((again / "config.json").read_text()) == config
+    assert verify_checkpoint(tmp_path / "megatron", hf, processes=1)[0] == []
+
+
 def test_verify_names_the_tensor_and_its_first_differing_element(tmp_path: Path) -> None:
     hf = Path(write_checkpoint(tmp_path / "hf", "qwen3_moe", dtype="bfloat16"))
     import_checkpoint(hf, tmp_path / "megatron", processes=1)

@@ -71,6 +71,14 @@ def test_many_missing_tensors_are_all_listed_in_a_file(hf: Path) -> None:
     refused(hf, DataError, r"does not: (missing: [\w.]+experts\.3\.\w+\.weight(; )?){12}\. Use the config\.json that")
 
 
+def test_prediction_layers_that_transformers_left_out(hf: Path) -> None:
+    edit(hf, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("model.layers.4.")])
+
+    refused(hf, DataError, r"lacks \d+ tensors .*transformers does not save: then set num_nextn_predict_layers to 0 in")
+    edit(hf, lambda tensors: tensors.pop(NORM))
+    refused(hf, DataError, r"lacks \d+ tensors .*Use the config\.json that belongs to the weights, and all their files")
+
+
 def test_a_config_with_fewer_layers_than_the_weights(hf: Path) -> None:
     edit_config(hf, num_hidden_layers=3, num_nextn_predict_layers=0)
 

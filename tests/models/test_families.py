@@ -197,7 +197,15 @@ def test_probabilities_that_are_not_renormalized_take_softmax_first() -> None:
         ({}, r"Architecture '\(none\)'"),
         ({"architectures": "LlamaForCausalLM"}, r"Architecture 'LlamaForCausalLM' in config.json is not known"),
         ({"architectures": 3}, r"Architecture 3 in config.json is not known"),
-        ({**DEEPSEEK, "quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\).*Convert it first"),
+        (
+            {**DEEPSEEK, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            r"quantized \(fp8\).*Convert it first: python tools/convert import",
+        ),
+        *(
+            ({**DEEPSEEK, "quantization_config": other}, r"quantized \(.*blocks of 128 x 128 and nothing else\. Use")
+            for other in ({"quant_method": "fp8"}, {"quant_method": "gptq", "bits": 4}, "awq")
+        ),
+        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, r"layer_types of 'sliding_attention': "),
         ({**QWEN, "tie_word_embeddings": True}, r"tie_word_embeddings=True; for Qwen3MoeForCausalLM only False"),
         ({**QWEN, "mlp_only_layers": [2]}, r"mlp_only_layers=\[2\]"),
         ({**QWEN, "dual_chunk_attention_config": {"chunk_size": 8}}, r"dual_chunk_attention_config=.* only None"),

@@ -94,7 +94,8 @@ class DataConfig:
         _choice("data.source", self.source, ("jsonl", "reasoning_gym"))
         need = {"jsonl": "path", "reasoning_gym": "task"}[self.source]
         if getattr(self, need) is None:
-            raise ConfigError(f"data.source={self.source} needs data.{need}.")
+            value = {"path": 'FILE, with one {"prompt": ..., "answer": ...} object a line', "task": "NAME"}[need]
+            raise ConfigError(f"data.source={self.source} needs data.{need}. Set data.{need}={value}.")
         _at_least("data.held_out", self.held_out, 0)
         _at_least("data.size", self.size, 1)
         if self.template != "chat" and "{prompt}" not in self.template:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_rl.checkpoint import STATE, Checkpoints, Stopped, complete
 from megatron_rl.checks import check, cpus_needed, engine_of, longest_demonstration, longest_prompt, topology_of
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config, load_config, to_yaml
 from megatron_rl.convert.source import read_source
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
 from megatron_rl.formats.hf_files import read_hf_config
@@ -30,6 +30,7 @@ USAGE = """usage: megatron-rl [-m [--dry-run]] experiment=NAME [key=value ...]
 
   experiment=NAME   a file of configs/experiment, for example cpu_digits
   key=value         any key of megatron_rl/config.py, for example name=demo algorithm.lr=1e-4
+  --cfg job         prints the config that this makes, all keys, and starts nothing
   -m                a sweep: one run for each of key=value,value; hydra/launcher=slurm_grpo submits each to Slurm
   --dry-run         prints what the sweep would start, and what each run would take
 """
@@ -54,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from megatron_rl.sweeps.command import run_sweep
 
             return run_sweep(arguments, read=read_config)
+        if "--cfg" in arguments:  # as Hydra has it
+            print(to_yaml(load_config([a for a in arguments if a not in ("--cfg", "job")])), end="")
+            return DONE
         config = read_config(arguments)
         with RunDirectory(config) as run, ExitStack() as stack:
             run_mode(config, run, stack)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.config import load_config
+from megatron_rl.config import Config, load_config
 from megatron_rl.errors import BackendError, ConfigError, DataError
-from megatron_rl.main import check_model, is_finished, make_model, read_config, rounding
+from megatron_rl.main import check_model, is_finished, main, make_model, read_config, rounding
 from megatron_rl.models.random_checkpoint import write_random_checkpoint
 from megatron_rl.run_directory import RunDirectory
 from tests.tiny import CHARACTERS, TINY
@@ -37,6 +38,18 @@ def test_a_run_is_finished_when_its_last_step_is_exported(tmp_path: Path) -> Non
 def test_what_belongs_to_a_sweep_asks_for_one(argument: str) -> None:
     with pytest.raises(ConfigError, match=f"{argument} belongs to a sweep, which starts with -m"):
         read_config(["experiment=cpu_digits", argument])
+
+
+def test_cfg_job_prints_a_config_that_a_run_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=cpu_digits", "sft.lr=1e-4", "trainer.megatron.moe_router_dtype=fp32"]
+
+    assert main([*words[:1], "--cfg", "job", *words[1:]]) == 0
+
+    printed = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(capsys.readouterr().out))
+    )
+    assert printed == load_config(words)
+    assert main([*words, "--cfg", "hydra"]) == 2
 
 
 def test_a_list_of_values_asks_for_a_sweep() -> None:

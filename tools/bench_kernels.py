@@ -8,6 +8,7 @@ Usage: python tools/bench_kernels.py [--json FILE] [--gib 4]
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,12 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-from megatron_rl_kernels import reference
-from megatron_rl_kernels.triton_ops import checksum_boxes, copy_boxes, delta_boxes, quantize_boxes
-from torch import Tensor
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-import megatron_rl  # noqa: F401  # finds the kernels of a clone
+import torch  # noqa: E402
+from megatron_rl_kernels import reference  # noqa: E402
+from megatron_rl_kernels.triton_ops import checksum_boxes, copy_boxes, delta_boxes, quantize_boxes  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 WARM_UP, REPEATS = 3, 20
 EXPERT = (2048, 7168)

@@ -15,11 +15,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_rl.config import Config, load_config
-from megatron_rl.data.sources import characters, read_questions
-from megatron_rl.main import make_model
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-ROOT = Path(__file__).parents[1]
+from megatron_rl.config import Config, load_config  # noqa: E402
+from megatron_rl.data.sources import characters, read_questions  # noqa: E402
+from megatron_rl.main import make_model  # noqa: E402
+
 TRL_PACKAGES = ROOT / "build" / "bench"
 EXPERIMENT = "experiment=cpu_digits"
 STAGES = ("generate", "reward", "logprobs", "advantage", "update", "sync")

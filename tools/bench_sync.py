@@ -21,21 +21,22 @@ from typing import Any
 
 # One thread a process, as everywhere with several ranks on a machine; before torch is imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import ray
-import torch
-from gather_everything import GatheringTrainer
+import ray  # noqa: E402
+import torch  # noqa: E402
+from gather_everything import GatheringTrainer  # noqa: E402
 
-from megatron_rl import cluster, placement
-from megatron_rl.checks import topology_of
-from megatron_rl.config import load_config
-from megatron_rl.layouts.sglang_topology import SglangTopology
-from megatron_rl.main import make_model
-from megatron_rl.models import load_table
-from megatron_rl.resharding.spec import Push, SyncSpec
-from megatron_rl.resharding.sync import EngineSync
-from megatron_rl.rollout.options import ServerSettings
-from megatron_rl.rollout.server import Server
+from megatron_rl import cluster, placement  # noqa: E402
+from megatron_rl.checks import topology_of  # noqa: E402
+from megatron_rl.config import load_config  # noqa: E402
+from megatron_rl.layouts.sglang_topology import SglangTopology  # noqa: E402
+from megatron_rl.main import make_model  # noqa: E402
+from megatron_rl.models import load_table  # noqa: E402
+from megatron_rl.resharding.spec import Push, SyncSpec  # noqa: E402
+from megatron_rl.resharding.sync import EngineSync  # noqa: E402
+from megatron_rl.rollout.options import ServerSettings  # noqa: E402
+from megatron_rl.rollout.server import Server  # noqa: E402
 
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "vocab_size": 32_768,

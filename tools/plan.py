@@ -66,12 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def plan_of_run(overrides: Sequence[str]) -> int:
     """Returns the exit code: 0 printed, 2 refused, maybe after the plan: what the program would refuse."""
+    planned = False
     try:
         config = load_config(overrides)
         print(describe(config, plan_run(config)))
+        planned = True
         read_config(overrides)
     except (ConfigError, LayoutError) as error:
-        print(f"refused: {error}", file=sys.stderr)
+        print(f"{'the program would refuse it now' if planned else 'refused'}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -4,7 +4,6 @@ python -m megatron_rl.sweeps DIR
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.errors import BackendError, ConfigError, DataError
@@ -13,11 +12,11 @@ from megatron_rl.sweeps.sweep import as_they_are
 from megatron_rl.sweeps.table import table
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 printed, 2 refused."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print(__doc__)
-        return 2
+        return 0 if arguments in (["-h"], ["--help"]) else 2
     try:
         points = load_all(Path(arguments[0]).absolute())
         if not points:

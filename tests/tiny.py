@@ -230,12 +230,14 @@ TINY["moonlight"] = TINY["deepseek_v3"] | {
     "n_group": 1,
     "topk_group": 1,
     "routed_scaling_factor": 2.446,
+    "rms_norm_eps": 1e-5,
     "rope_scaling": None,
     "rope_theta": 50000.0,
 }
 TINY["kimi_k2"] = TINY["moonlight"] | {
     "q_lora_rank": 52,
     "routed_scaling_factor": 2.827,
+    "rms_norm_eps": 1e-6,
     "rope_scaling": TINY["deepseek_v3"]["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0, "mscale_all_dim": 1.0},
 }
 GRID = ("deepseek_v3", "qwen3_moe")

@@ -179,6 +179,10 @@ def test_one_rank_has_the_logits_and_gradients_of_transformers(one_rank: Any) ->
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            # transformers norms latents with 1e-6 whatever config.json says, SGLang and the trainer with what it says.
+            module.variance_epsilon = model.config.rms_norm_eps
     rollouts = rollouts_from_one()
     advantages = make_batch(rollouts, ()).advantages
     expected, loss, total = [], 0.0, 0
@@ -193,11 +197,6 @@ def test_one_rank_has_the_logits_and_gradients_of_transformers(one_rank: Any) ->
 
     expected_NV = torch.cat(expected)
     assert float((logits[:, : expected_NV.shape[1]] - expected_NV).abs().max()) <= 1e-5
-    # transformers keeps experts fused in memory, and writes one tensor for each.
-    wanted = revert_weight_conversion(model, {name: p.grad for name, p in model.named_parameters()})
-    assert wanted.keys() == gradients.keys()
-    for name, want in wanted.items():
-        assert_close(gradients[name], want, 2e-5, name)  # transformers sums experts and attention otherwise
     # transformers keeps experts fused in memory, and writes one tensor for each.
     wanted = revert_weight_conversion(model, {name: p.grad for name, p in model.named_parameters()})
     assert wanted.keys() == gradients.keys()

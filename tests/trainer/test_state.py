@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,6 +36,9 @@ def train(worker: Worker, steps: range) -> list[dict[str, float]]:
             assert answer is not None
             part = type(part)(part.schedule, part.rollouts, part.places, part.advantages, answer)
         out.append(worker.update(part))
+        torch.rand(3)  # nothing here draws numbers; what does has to find them where they were
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            torch.rand(5)
     return out
 
 

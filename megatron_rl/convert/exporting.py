@@ -12,7 +12,7 @@ import xxhash
 from megatron_rl.convert import fp8
 from megatron_rl.convert.reading import Checkpoint, Reader, Wanted, find_checkpoint, wanted
 from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, refuse_full, write_record
-from megatron_rl.convert.workers import Child, batches, over_units
+from megatron_rl.convert.workers import batches, over_units
 from megatron_rl.errors import BackendError
 from megatron_rl.formats import hf_files, manifest, torch_dist
 from megatron_rl.formats.hf_files import Stored
@@ -63,8 +63,7 @@ def export_checkpoint(directory: Path, out: Path, *, processes: int, quantize: b
         others = [name for name in known.files if not name.endswith(torch_dist.SUFFIX)]
         manifest.check_files(checkpoint.weights, known, others)
     partial = partial_of(out)
-    with Child() as child:
-        tensors = child(wanted, checkpoint)
+    tensors = wanted(checkpoint)
     files = _files(checkpoint, tensors, quantize=quantize)
     total = sum(hf_files.nbytes(tensor) for group in files.values() for tensor in group)
     done = sum(path.stat().st_blocks * 512 for path in (partial / WHOLE).glob("*.safetensors"))

@@ -5,7 +5,7 @@ the process dies; what is whole appears by one rename.
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from math import prod
@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from megatron_rl.convert import fp8, source
-from megatron_rl.convert.placement import Placement, find_placement
+from megatron_rl.convert.placement import Placement, check_placement, find_placement
 from megatron_rl.convert.source import Source, fingerprint, read_source
 from megatron_rl.convert.unfinished import WHOLE, check_space, own, partial_of, refuse_full, write_record
 from megatron_rl.convert.workers import Child, batches, over_units
@@ -24,6 +24,7 @@ from megatron_rl.formats import manifest, torch_dist
 from megatron_rl.formats.hf_files import MANIFEST, Stored, companions, write_at
 from megatron_rl.formats.manifest import FileEntry, Manifest, TensorEntry
 from megatron_rl.formats.torch_dist import Item
+from megatron_rl.formats.torch_save import envelope
 from megatron_rl.layouts.boxes import NBYTES
 
 PIECE_BYTES = 32_000_000
@@ -63,8 +64,6 @@ class Unit:
     number: int
     """From 1 on."""
     jobs: tuple[Job, ...]
-    envelopes: Mapping[tuple[str, tuple[int, ...]], tuple[bytes, bytes]]
-    """`torch_dist.envelope` of each dtype and shape."""
     source: Path
     partial: Path
 
@@ -98,7 +97,9 @@ def import_checkpoint(directory: Path, out: Path, *, processes: int) -> list[str
     beside = sum(path.stat().st_size for path in companions(directory))
     check_space(total + beside - done, out)
     with own(partial, fingerprint(found, unit_bytes=unit_bytes)), Child() as child:
-        placement, units = child(_plan, found, partial, unit_bytes)
+        placement = find_placement(found.config)
+        child.start(check_placement, found.config, placement)  # takes as long as to copy gigabytes
+        units = _units(found, placement, partial, unit_bytes)
         todo = [unit for unit in units if not unit.record.exists()]
         over_units(write_unit, todo, [unit.nbytes for unit in todo], processes=processes, what="import")
         _finish(found, placement, units, partial / WHOLE, child)
@@ -116,21 +117,14 @@ def import_checkpoint(directory: Path, out: Path, *, processes: int) -> list[str
     return notes
 
 
-def _plan(found: Source, partial: Path, unit_bytes: int) -> tuple[Placement, list[Unit]]:
-    """In a process of its own: imports torch and megatron."""
-    placement = find_placement(found.config)
+def _units(found: Source, placement: Placement, partial: Path, unit_bytes: int) -> list[Unit]:
     jobs = []
     for name, tensor in found.tensors.items():
         dtype = found.dtype(name)
         parts = tuple(_parts(placement, name, itemsize=NBYTES[dtype]))
         jobs.append(Job(tensor, dtype, parts, found.scales.get(name)))
-    shapes = {(job.dtype, part.shape) for job in jobs for part in job.parts}
-    envelopes = {(dtype, shape): torch_dist.envelope(dtype, shape) for dtype, shape in sorted(shapes)}
-    units = []
-    for i, group in enumerate(batches(jobs, lambda job: job.tensor.nbytes, unit_bytes)):
-        own = {(job.dtype, part.shape) for job in group for part in job.parts}
-        units.append(Unit(i + 1, tuple(group), {k: envelopes[k] for k in own}, found.directory, partial))
-    return placement, units
+    groups = batches(jobs, lambda job: job.tensor.nbytes, unit_bytes)
+    return [Unit(i + 1, tuple(group), found.directory, partial) for i, group in enumerate(groups)]
 
 
 def _parts(placement: Placement, name: str, *, itemsize: int) -> Iterator[Part]:
@@ -155,7 +149,7 @@ def write_unit(unit: Unit) -> None:
             for job in unit.jobs:
                 digest = xxhash.xxh3_128()
                 for part, blocks in _read_parts(unit.source, job):
-                    before, after = unit.envelopes[job.dtype, part.shape]
+                    before, after = envelope(job.dtype, part.shape)
                     start = at
                     for block in chain([before], _hashed(blocks, digest), [after]):
                         whole.update(block)
@@ -221,7 +215,9 @@ def _finish(found: Source, placement: Placement, units: Sequence[Unit], director
         files[unit.file] = FileEntry(*record["file"])
     dtypes = {part.key: job.dtype for unit in units for job in unit.jobs for part in job.parts}
     tensors = {key: (size, dtypes[key]) for key, size in placement.sizes.items()}
-    child(torch_dist.write_metadata, directory, tensors, items, placement.objects)
+    objects = child.result()
+    child.start(torch_dist.write_metadata, directory, tensors, items, objects)
+    child.result()
     for path in companions(found.directory):
         shutil.copyfile(path, directory / path.name)
     source.write_config(found, directory)

@@ -97,12 +97,10 @@ def _model_of_run(weights: Path) -> Path:
 
 
 def wanted(checkpoint: Checkpoint) -> list[Wanted]:
-    """Every HF tensor to write, in the order of the import or of the table. Imports megatron: run it in a child.
+    """Every HF tensor to write, in the order of the import or of the table.
 
     Raises: DataError when the checkpoint lacks one, or holds it in a narrower dtype than the model keeps it in.
     """
-    from megatron_rl.trainer.weights import stored_aliases
-
     contents = torch_dist.read_contents(checkpoint.weights)
     placement = find_placement(checkpoint.config)
     index = {key: _Index(items) for key, items in contents.items.items()}
@@ -118,7 +116,7 @@ def wanted(checkpoint: Checkpoint) -> list[Wanted]:
         _refuse_cast(checkpoint, contents, {t.name: (placement.spots[t.name][0].key, t.dtype) for t in layouts})
         dtypes = {name: contents.dtypes[spots[0].key] for name, spots in placement.spots.items()}
         has_weights = torch_dist.is_torch_dist(checkpoint.model) or any(checkpoint.model.glob("*.safetensors"))
-        copies = stored_aliases(checkpoint.model, table) if has_weights else []
+        copies = manifest.stored_aliases(checkpoint.model, table) if has_weights else []
         names = [*((layout.name, layout.name) for layout in layouts), *((n, table.aliases[n]) for n in copies)]
     else:
         dtypes = {name: entry.dtype for name, entry in known.tensors.items()}

@@ -10,7 +10,7 @@ import xxhash
 from megatron_rl.convert import fp8
 from megatron_rl.convert.reading import Checkpoint, Reader, Wanted, find_checkpoint, wanted
 from megatron_rl.convert.source import Source, read_source
-from megatron_rl.convert.workers import Child, batches, over_units
+from megatron_rl.convert.workers import batches, over_units
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.formats import manifest, torch_dist
 from megatron_rl.formats.hf_files import Stored
@@ -51,8 +51,7 @@ def verify_checkpoint(directory: Path, hf: Path | None, *, processes: int) -> tu
             f"{len(differences)} differences; without {', '.join(sorted(unreadable))} no tensor is read"
         ]
     source = None if hf is None else read_source(hf, report=directory.with_name(directory.name + ".refused.txt"))
-    with Child() as child:
-        tensors = child(wanted, checkpoint)
+    tensors = wanted(checkpoint)
     checks, absent = _checks(tensors, known, source)
     differences += absent
     units = batches(checks, lambda check: check.tensor.nbytes, UNIT_BYTES)

@@ -12,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -33,7 +34,10 @@ LINE_S = 5.0
 
 
 class Child:
-    """Calls functions in one process of its own, where what they import stays until the block ends."""
+    """Calls functions in one process of its own, where what they import stays until the block ends.
+
+    `start` one, do something else, and take its `result`.
+    """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("fork")
@@ -42,16 +46,18 @@ class Child:
         self._process.start()
         theirs.close()
 
-    def __call__[R](self, function: Callable[..., R], *args: object) -> R:
+    def start(self, function: Callable[..., object], *args: object) -> None:
         self._pipe.send((function, args))
+
+    def result(self) -> Any:
+        """Raises: what the function raised, or BackendError when the process was killed."""
         try:
             succeeded, value = self._pipe.recv()
         except EOFError as error:
-            raise BackendError(f"The process that plans was killed, {KILLED}.") from error
+            raise BackendError(f"The process that asks megatron-core was killed, {KILLED}.") from error
         if not succeeded:
             raise value
-        result: R = value
-        return result
+        return value
 
     def __enter__(self) -> "Child":
         return self

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import xxhash
 
 from megatron_rl.errors import DataError
-from megatron_rl.formats.hf_files import MANIFEST
+from megatron_rl.formats.hf_files import MANIFEST, files_of
+from megatron_rl.formats.torch_dist import is_torch_dist
+from megatron_rl.layouts.table import Table
 
 BLOCK_BYTES = 8 << 20
 
@@ -106,3 +108,13 @@ def check_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> No
                 f"was written. `python tools/convert verify --checkpoint {directory}` says which tensors differ; "
                 "import the checkpoint again."
             )
+
+
+def stored_aliases(source: Path, table: Table) -> list[str]:
+    """Of the table's aliases, those that the checkpoint at `source` holds, or held before it was converted."""
+    if is_torch_dist(source):
+        written = read(source)
+        stored: Collection[str] = written.aliases if written else ()
+    else:
+        stored = files_of(source)
+    return [name for name in table.aliases if name in stored]

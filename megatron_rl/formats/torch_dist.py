@@ -1,7 +1,7 @@
 """megatron-core's torch_dist format, as torch.distributed.checkpoint 2.14 reads it: rectangles of global tensors in
 .distcp files, each as torch.save writes it, and one pickled .metadata that says where they lie.
 
-Functions that need torch import it themselves: workers that only move bytes stay small.
+Only writing .metadata takes torch, and imports it then.
 """
 
 import io
@@ -9,16 +9,22 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import DataError
+from megatron_rl.formats import torch_save
 
 METADATA, BACKEND = ".metadata", "metadata.json"
 SUFFIX = ".distcp"
+DAMAGE = (
+    *(pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, ValueError, OSError),
+    *(MemoryError, OverflowError),  # a length is a number that a flipped bit makes large
+)
+"""What reading a pickle raises that was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +74,10 @@ class Contents:
     items: Mapping[str, tuple[Item, ...]]
 
 
-def envelope(dtype: str, shape: Sequence[int]) -> tuple[bytes, bytes]:
-    """What torch.save writes before and after the data of a contiguous tensor. Takes memory for the tensor, twice."""
-    import torch
-
-    # A checksum would differ with the data; torch's reader does not look at it.
-    torch.serialization.set_crc32_options(False)
-    tensor = torch.zeros(tuple(shape), dtype=getattr(torch, dtype))
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    view = file.getbuffer()
-    at, nbytes = _record(file, len(view))
-    assert nbytes == tensor.nbytes, (nbytes, tensor.nbytes)
-    return bytes(view[:at]), bytes(view[at + nbytes :])
-
-
-def data_of(file: io.BufferedIOBase, item: Item, *, itemsize: int) -> int:
+def data_of(file: io.RawIOBase, item: Item, *, itemsize: int) -> int:
     """Where in `file` the elements of `item` begin, row by row. Raises: DataError when they are stored otherwise."""
     try:
-        at, nbytes = _record(_View(file, item.at, item.nbytes), item.nbytes)
+        at, nbytes = torch_save.find_data(file, item.at, item.nbytes)
     except (zipfile.BadZipFile, NotImplementedError, KeyError, ValueError, OSError) as error:
         raise DataError(
             f"{item.file} is damaged: {item.key} at {item.offset} is not what torch.save writes ({error}). Take the "
@@ -98,45 +89,7 @@ def data_of(file: io.BufferedIOBase, item: Item, *, itemsize: int) -> int:
             f"{prod(item.shape) * itemsize}: its dtype is another, or it is a view. Save the checkpoint again with "
             "contiguous tensors of one dtype."
         )
-    return item.at + at
-
-
-def _record(file: Any, nbytes: int) -> tuple[int, int]:
-    """(where, bytes) of the only storage in a file that torch.save wrote. Zip: local headers have their own extras."""
-    with zipfile.ZipFile(file) as archive:
-        (info,) = [i for i in archive.infolist() if i.filename.endswith("/data/0")]
-    file.seek(info.header_offset)
-    header = file.read(30)
-    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return info.header_offset + 30 + lengths, info.file_size
-
-
-class _View(io.RawIOBase):
-    """Part of an open file, as zipfile wants to see it."""
-
-    def __init__(self, file: io.BufferedIOBase, start: int, length: int):
-        self.file, self.start, self.length, self.position = file, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
-        return self.position
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self.length - self.position, 0)
-        size = left if size < 0 else min(size, left)
-        self.file.seek(self.start + self.position)
-        data = self.file.read(size)
-        self.position += len(data)
-        return data
+    return at
 
 
 def write_metadata(
@@ -184,31 +137,52 @@ def write_metadata(
 
 def read_contents(directory: Path) -> Contents:
     """Raises: DataError when `directory` is no torch_dist checkpoint, or its .metadata is damaged."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-
     if not is_torch_dist(directory):
         raise DataError(
             f"{directory} holds no {METADATA}: it is no torch_dist checkpoint of megatron-core. Name the directory "
             "that `import` wrote, or a run's checkpoints/step_NNNNNN."
         )
     try:
-        metadata = FileSystemReader(directory).read_metadata()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError, OSError) as error:
+        with open(directory / METADATA, "rb") as f:
+            return _contents(_Unpickler(f).load())
+    except DAMAGE as error:
         raise DataError(
             f"{directory / METADATA} cannot be read ({type(error).__name__} {error}): it was changed or cut after it "
             "was written. Take the checkpoint from where it is whole, or import it again."
         ) from error
+
+
+class _Made:
+    """Stands for an object of any class: nothing of that class runs, and torch need not be there."""
+
+    def __init__(self, *args: object):
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type:
+        return tuple if (module, name) == ("torch", "Size") else type(name, (_Made,), {})
+
+
+def _contents(metadata: Any) -> Contents:
+    """Of torch.distributed.checkpoint.metadata.Metadata, by the names of its fields there."""
+    found = metadata.state
+    indices = ((index.state, info.state) for index, info in found["storage_data"].items())
+    places = {(index["fqn"], tuple(index.get("offset", ()))): info for index, info in indices}  # bytes have no offset
     dtypes, items = {}, {}
-    for key, tensor in metadata.state_dict_metadata.items():
-        if isinstance(tensor, TensorStorageMetadata):
-            dtypes[key] = str(tensor.properties.dtype).removeprefix("torch.")
-            found = []
-            for chunk in tensor.chunks:
-                info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-                place = (tuple(chunk.offsets), tuple(chunk.sizes))
-                found.append(Item(key, *place, info.relative_path, info.offset, info.length))
-            items[key] = tuple(found)
+    for key, tensor in found["state_dict_metadata"].items():
+        if type(tensor).__name__ != "TensorStorageMetadata":
+            continue
+        dtypes[key] = tensor.state["properties"].state[0].__name__
+        own = []
+        for chunk in tensor.state["chunks"]:
+            offset, shape = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+            info = places[key, offset]
+            own.append(Item(key, offset, shape, info["relative_path"], info["offset"], info["length"]))
+        items[key] = tuple(own)
     return Contents(dtypes, items)
 
 

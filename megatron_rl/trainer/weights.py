@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -16,11 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_rl.errors import BackendError, DataError
-from megatron_rl.formats import manifest
 from megatron_rl.formats.hf_files import files_of, read_checkpoint, write_at
-from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.layouts.boxes import Box, TensorLayout
-from megatron_rl.layouts.table import Table
 from megatron_rl.resharding.plan import Copy
 from megatron_rl.resharding.views import check_tensors, copy_view
 
@@ -102,16 +99,6 @@ def _missing(directory: Path, hf: str, layout: str) -> str:
     if ":mtp." in layout:
         mend = "transformers saves no multi-token prediction layers: then set num_nextn_predict_layers to 0 in it."
     return f"{directory} has no tensor {hf}, which config.json promises. {mend}"
-
-
-def stored_aliases(source: Path, table: Table) -> list[str]:
-    """Of the table's aliases, those that the checkpoint at `source` holds, or held before it was converted."""
-    if is_torch_dist(source):
-        written = manifest.read(source)
-        stored: Collection[str] = written.aliases if written else ()
-    else:
-        stored = files_of(source)
-    return [name for name in table.aliases if name in stored]
 
 
 @contextlib.contextmanager

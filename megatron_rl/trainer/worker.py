@@ -24,7 +24,7 @@ from megatron_rl.algorithms.recipes import RECIPES
 from megatron_rl.checks import topology_of
 from megatron_rl.config import Config, OptimizerConfig
 from megatron_rl.errors import BackendError
-from megatron_rl.formats import hf_files
+from megatron_rl.formats import hf_files, manifest
 from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.layouts.compile import hf_layouts, megatron_layouts, megatron_ranks
 from megatron_rl.models import load_architecture, load_table
@@ -225,7 +225,7 @@ class Worker:
     def export(self, directory: str) -> None:
         """Write a Hugging Face checkpoint into `directory`, which exists; each rank writes its own rectangles."""
         root, dtype = Path(directory), self.config.trainer.dtype
-        whole = hf_layouts(self.table, dtype=dtype, aliases=weights.stored_aliases(self.source, self.table))
+        whole = hf_layouts(self.table, dtype=dtype, aliases=manifest.stored_aliases(self.source, self.table))
         if self.rank == 0:
             hf_files.copy_companions(self.source, root, dtype=dtype)
             hf_files.write_headers(root, hf_files.split(whole))

@@ -12,7 +12,7 @@ from megatron_rl.convert.exporting import export_checkpoint
 from megatron_rl.convert.importing import import_checkpoint
 from megatron_rl.convert.verifying import verify_checkpoint
 from megatron_rl.errors import DataError
-from megatron_rl.formats import manifest, torch_dist
+from megatron_rl.formats import manifest, torch_dist, torch_save
 from megatron_rl.formats.manifest import Manifest, TensorEntry
 from megatron_rl.formats.torch_dist import Item
 from tests.trainer.setup import write_checkpoint
@@ -82,7 +82,7 @@ def test_without_a_file_that_holds_no_tensors_they_are_compared(imported: Path, 
 
 
 def test_a_flipped_bit_around_the_data_is_damage_and_no_crash(tmp_path: Path) -> None:
-    before, after = torch_dist.envelope("bfloat16", (3, 5))
+    before, after = torch_save.envelope("bfloat16", (3, 5))
     whole = before + bytes(30) + after
     item = Item("key", (0, 0), (3, 5), "file", 0, len(whole))
     refused = 0
@@ -95,4 +95,4 @@ def test_a_flipped_bit_around_the_data_is_damage_and_no_crash(tmp_path: Path) ->
                 refused += 1
                 assert str(error).startswith("file "), error
 
-    assert refused > 100
+    assert refused > 50

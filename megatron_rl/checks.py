@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.config import Config
+from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.errors import ConfigError, LayoutError
 from megatron_rl.formats.hf_files import read_hf_config
 from megatron_rl.formats.torch_dist import is_torch_dist
@@ -151,6 +151,14 @@ def _without_effect(config: Config) -> Iterator[str]:
             f"evaluation.every={config.evaluation.every} with data.held_out=0: there are no held-out prompts to "
             "evaluate on. Raise data.held_out, or set evaluation.every=0."
         )
+    if config.algorithm.mini_batches == 1:
+        usual = AlgorithmConfig(lr=0.0)
+        for name in ("clip_low", "clip_high"):
+            if (value := getattr(config.algorithm, name)) != getattr(usual, name):
+                yield (
+                    f"algorithm.{name}={value} with algorithm.mini_batches=1 has no effect: every sample trains the "
+                    "weights that it was sampled with, whose ratio is 1. Raise algorithm.mini_batches, or leave it out."
+                )
     if cluster.cpus is None:
         return
     if cluster.address is not None:

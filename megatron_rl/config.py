@@ -192,6 +192,9 @@ class AlgorithmConfig(OptimizerConfig):
     """Weight of the k3 KL to the frozen reference; 0 keeps no reference at all."""
     mini_batches: int = 1
     """Optimizer steps per batch of samples."""
+    importance_cap: float | None = None
+    """Weigh each token by its probability in the trainer over that in the engine, at most this (2 is usual): for
+    engines whose kernels or precision, as FP8, are not the trainer's. null weighs all alike."""
 
     def __post_init__(self) -> None:
         self.check("algorithm")
@@ -200,6 +203,7 @@ class AlgorithmConfig(OptimizerConfig):
         if self.clip_low > 1:
             raise ConfigError(f"algorithm.clip_low={self.clip_low} is above 1, and no ratio is below 0. Set 1 or less.")
         _at_least("algorithm.mini_batches", self.mini_batches, 1)
+        _at_least("algorithm.importance_cap", 1 if self.importance_cap is None else self.importance_cap, 1)
 
 
 @dataclass

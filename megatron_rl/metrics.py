@@ -25,6 +25,8 @@ from megatron_rl.types import Sample
 logger = logging.getLogger(__name__)
 
 _DRAW_EVERY_S = 60.0  # a picture takes a fifth of a second
+MISMATCH, MISMATCH_ALARM = "mismatch/logprob_abs_diff_mean", 0.1
+"""In nats a token. bfloat16 on both sides is at 0.01 to 0.03; an engine with other weights, above 0.5."""
 
 
 class Step:
@@ -64,6 +66,7 @@ class Metrics:
         self._writers: dict[Path, Any] = {}  # torch's SummaryWriter of each record file written to; None once it failed
         self._drawn_s = time.monotonic()
         self._started_s = time.monotonic()
+        self._alarmed = False
 
     def __enter__(self) -> "Metrics":
         self._threads_excepthook, threading.excepthook = threading.excepthook, _forgive_writers
@@ -123,6 +126,19 @@ class Metrics:
                 for key in record.keys() - {"step"}:
                     writer.add_scalar(key, record[key], step)
         self._progress.end(record, wall_s=wall_s)
+        self._alarm(record.get(MISMATCH, 0.0))
+
+    def _alarm(self, mismatch: float) -> None:
+        """Say that trainer and engines have drifted apart, once until they are near each other again."""
+        was, self._alarmed = self._alarmed, mismatch > MISMATCH_ALARM
+        if self._alarmed and not was:
+            text = (
+                f"ALARM: log-probabilities of trainer and engines differ by {mismatch:.3g} a token: the policy learns "
+                "from another one's samples. weights.verify=true tells whether the weights are to blame; if precision "
+                "or kernels are, raise the precision of rollout.* or set algorithm.importance_cap=2."
+            )
+            logger.warning(text)
+            self._progress.print([text])
 
     def _open(self, path: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # seconds to import

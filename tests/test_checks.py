@@ -69,6 +69,10 @@ def demo(*overrides: str) -> Config:
         (["data.task_options={a: 1}"], "data.task_options=.* with data.source=jsonl has no effect"),
         (["data.source=reasoning_gym", "data.task=chain_sum"], "data.path=.* has no effect.*data.path=null"),
         (["data.held_out=0", "evaluation.every=50"], "evaluation.every=50 with data.held_out=0.*evaluation.every=0"),
+        (
+            ["algorithm.mini_batches=1", "algorithm.clip_high=0.3"],
+            "clip_high=0.3 with algorithm.mini_batches=1 has no",
+        ),
         (["cluster.address=a:1", "cluster.cpus=9"], "cluster.cpus=9 with cluster.address=a:1 has no effect"),
         (["cluster.cpus=3"], "cluster.cpus=3 is less than the 4 that the processes need.*Set it to 4"),
         (["sft.lr=0", "sft.min_lr=0"], "sft.lr=0 with 110 supervised updates: nothing would be learned"),

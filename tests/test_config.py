@@ -65,6 +65,7 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path: Path) -> None:
         ("cluster.address=here", "cluster.address='here' is no address of a Ray cluster.*HOST:PORT"),
         ("cluster.address=host:99999", "cluster.address='host:99999' is no address"),
         ("sft.steps=-1", "sft.steps=-1 must be at least 0"),
+        ("algorithm.importance_cap=0.5", "algorithm.importance_cap=0.5 must be at least 1"),
         ("algorithm.clip_grad=-1", "algorithm.clip_grad=-1.0 must be at least 0"),
         ("evaluation.samples_per_prompt=0", "evaluation.samples_per_prompt=0 must be at least 1"),
         ("trainer.threads_per_rank=0", "trainer.threads_per_rank=0 must be at least 1"),

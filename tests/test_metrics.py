@@ -75,6 +75,19 @@ def test_a_full_step_records_every_key_that_other_tools_read(tmp_path):
     assert {key: record[key] for key in UPDATE} == UPDATE
 
 
+def test_engines_that_drift_away_from_the_trainer_raise_one_alarm_each_time(tmp_path):
+    metrics, output = open_metrics(tmp_path, steps=6)
+    with metrics:
+        for step, mismatch in enumerate((0.05, 0.2, 0.3, 0.05, 0.7), start=1):
+            with metrics.step(step) as m:
+                m.log({"mismatch/logprob_abs_diff_mean": mismatch})
+    text = " ".join(output.getvalue().split())
+    assert re.findall(r"ALARM: log-probabilities of trainer and engines differ by (\S+) a token", text) == [
+        "0.2",
+        "0.7",
+    ]
+
+
 def test_sample_metrics_worked_by_hand():
     assert sample_metrics(SAMPLES) == {
         "reward/mean": 0.5,

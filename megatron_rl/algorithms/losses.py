@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.corrections import truncated_importance
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO, k3
 from megatron_rl.config import AlgorithmConfig, OptimizerConfig
 
@@ -40,7 +41,8 @@ Loss = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
 def clipped_token_loss(inputs: LossInputs, params: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate per token, plus kl_coef times k3 to the reference.
 
-    loss = sum_N( -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef k3 ), r = exp(logprobs - old_logprobs).
+    loss = sum_N( -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef k3 ), r = exp(logprobs - old_logprobs),
+    w = truncated_importance where importance_cap is set, else 1.
     Returns: (loss, sums), each a scalar summed over N; sums are detached. `kl` is to the reference, or, when there is
         none, to the policy that sampled. `clip_fraction` counts tokens whose gradient the clip has cut.
     Source: PPO, arXiv:1707.06347, eq. 7; unequal clips: DAPO, arXiv:2503.14476, eq. 10.
@@ -48,6 +50,10 @@ def clipped_token_loss(inputs: LossInputs, params: AlgorithmConfig) -> tuple[Ten
     ratio_N = (inputs.logprobs_N - inputs.old_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped_N = ratio_N.clamp(1 - params.clip_low, 1 + params.clip_high)
     surrogate_N = torch.minimum(ratio_N * inputs.advantages_N, clipped_N * inputs.advantages_N)
+    if params.importance_cap is not None:
+        surrogate_N = surrogate_N * truncated_importance(
+            inputs.old_logprobs_N, inputs.rollout_logprobs_N, cap=params.importance_cap
+        )
     loss = -surrogate_N.sum()
     if inputs.reference_logprobs_N is None:
         # An empty micro-batch has nothing to compare, and so no reference either.

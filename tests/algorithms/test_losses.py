@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.algorithms.corrections import truncated_importance
 from megatron_rl.algorithms.losses import LossInputs, clipped_token_loss, sft_loss
 from megatron_rl.config import AlgorithmConfig, SftConfig
 
@@ -59,6 +60,24 @@ def slow_loss(inputs, params):
         total["clip_fraction"] += cut
         total["mismatch"] += abs(old - rollout)
     return total
+
+
+def test_importance_weights_multiply_each_tokens_term_and_are_capped():
+    # The trainer's probability over the engine's: 1/2, 1, 2 and 8, of which the cap leaves 3; the KL is not weighed.
+    rollout = [-1.0 + math.log(2), -1.0, -1.0 - math.log(2), -1.0 - math.log(8)]
+    inputs = inputs_of([-1.0] * 4, [-1.0] * 4, [1.0, -2.0, 3.0, 5.0], rollout=rollout, reference=[-1.0] * 4)
+    params = replace(PARAMS, importance_cap=3.0, kl_coef=0.5)
+    loss, _ = clipped_token_loss(inputs, params)
+    assert loss.item() == pytest.approx(-0.5 + 2 - 6 - 15, abs=1e-12)
+    loss.backward()
+    assert inputs.logprobs_N.grad.tolist() == pytest.approx([-0.5, 2.0, -6.0, -15.0], abs=1e-12)
+
+
+def test_uncapped_importance_weights_give_the_mean_under_the_trainers_policy():
+    trainer, engine = torch.tensor([0.1, 0.2, 0.7]), torch.tensor([0.3, 0.3, 0.4])
+    values = torch.tensor([1.0, -4.0, 2.0])
+    weights = truncated_importance(trainer.log(), engine.log(), cap=math.inf)
+    assert float((engine * weights * values).sum()) == pytest.approx(float((trainer * values).sum()), rel=1e-6)
 
 
 def test_loss_worked_by_hand():

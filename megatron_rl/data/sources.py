@@ -1,5 +1,6 @@
 """Where questions come from: a JSONL file, or a task of the reasoning_gym library. Text only; no tokens here."""
 
+import codecs
 import json
 import os
 import pickle
@@ -53,7 +54,7 @@ def characters(questions: Sequence[Question], template: str) -> str:
 def read_jsonl(path: Path) -> list[Question]:
     """One question a line, {"prompt": str, "answer": str, ...}; blank lines are skipped."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise DataError(
             f"data.path={path} cannot be read ({error.strerror}; the working directory is {Path.cwd()}). Set data.path "
@@ -69,7 +70,7 @@ def _parse_line(line: bytes, where: str) -> Question:
     example = 'Each line is one object such as {"prompt": "2+2=", "answer": "4"}'
     try:
         value = json.loads(line.decode())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # bytes, JSON, a number of too many digits; too deep a nesting
         raise DataError(f"{where} is not JSON in UTF-8 ({error}): {_shown(line)}. {example}.") from error
     if not isinstance(value, dict):
         raise DataError(f"{where} is a {type(value).__name__}, not an object: {_shown(line)}. {example}.")
@@ -81,6 +82,13 @@ def _parse_line(line: bytes, where: str) -> Question:
                 f"{where}: {key!r} is {json.dumps(value[key])[:80]} ({type(value[key]).__name__}), and text is "
                 "compared with text. Write it in quotes."
             )
+        try:
+            value[key].encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: {key!r} holds half of a surrogate pair ({error.reason}), which is no character: no "
+                "tokenizer takes it and no file keeps it. Write the whole character."
+            ) from error
         if not value[key].strip():
             raise DataError(
                 f"{where}: {key!r} is empty, so there is nothing to learn from it. Fill it in or drop the line."

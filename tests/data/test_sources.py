@@ -31,11 +31,21 @@ def test_jsonl_gives_prompt_answer_and_the_other_fields(tmp_path):
     assert second.where == f"{path} line 4"
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD)
+    assert [question.text for question in read_jsonl(path)] == ["2+2="]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (b'{"prompt": "x", "answer": ', "is not JSON"),
         (b'{"prompt": "\xff", "answer": "y"}', "is not JSON in UTF-8"),
+        (b"[" * 100_000, "is not JSON in UTF-8 .maximum recursion depth"),
+        (b'{"prompt": "x", "answer": "y", "n": ' + b"1" * 5000 + b"}", "is not JSON in UTF-8 .Exceeds the limit"),
+        (rb'{"prompt": "\ud83d", "answer": "y"}', "'prompt' holds half of a surrogate pair.*Write the whole character"),
+        (rb'{"prompt": "x", "answer": "\udc00"}', "'answer' holds half of a surrogate pair"),
         (b'["x", "y"]', "is a list, not an object"),
         (b'{"question": "x", "answer": "y"}', "has no 'prompt', only 'question', 'answer'"),
         (b'{"prompt": "x", "solution": "y"}', "has no 'answer', only 'prompt', 'solution'"),

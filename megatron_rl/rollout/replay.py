@@ -15,24 +15,32 @@ class Replay:
     def __init__(self, path: Path):
         """Raises: DataError when the file is not what a run recorded."""
         self._path = path
-        self._steps: dict[tuple[str, ...], list[Sample]] = {}
+        self._steps: dict[int, list[Sample]] = {}
+        self._version = 0
         for step, samples in read_samples(path):
             _check_groups(samples, f"{path} step {step}")
-            self._steps[_key([s.prompt_id for s in samples])] = samples
+            if step in self._steps:
+                raise DataError(f"{path} has step {step} in two places. Use the file as the run wrote it.")
+            self._steps[step] = samples
         if not self._steps:
             raise DataError(f"samples={path} holds no training sample. Name a samples.jsonl of a run with steps > 0.")
 
     def generate(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, seed: int) -> list[Sample]:
-        """The samples that were recorded for these prompts.
+        """The samples that were recorded at the step after the version that was pushed last.
 
-        Raises: DataError when no recorded step had them, or had another number of samples of each.
+        Raises: DataError when there are none, or they are of other prompts, or another number of each.
         """
-        samples = self._steps.get(_key([p.id for p in prompts]))
+        step = self._version + 1
+        samples = self._steps.get(step)
         if samples is None:
             raise DataError(
-                f"None of the {len(self._steps)} steps recorded in {self._path} has the prompts of this step: the file "
-                "is at its end, or was written with other data.*, prompts_per_step or sft.* settings. Use those of the "
-                "run that wrote it, and at most its steps."
+                f"{self._path} has no sample of step {step}: it holds {len(self._steps)} steps, {min(self._steps)} to "
+                f"{max(self._steps)}. Set steps to at most the last of them."
+            )
+        if list({s.group: s.prompt_id for s in samples}.values()) != [p.id for p in prompts]:
+            raise DataError(
+                f"{self._path} was written with other prompts at step {step}: other data.*, prompts_per_step or sft.* "
+                "settings. Use those of the run that wrote it."
             )
         if len(samples) != samples_per_prompt * len(prompts):
             raise DataError(
@@ -52,6 +60,7 @@ class Replay:
 
     def push(self, *, version: int) -> dict[str, float]:
         """Nothing to send to."""
+        self._version = version
         return {}
 
 
@@ -64,7 +73,3 @@ def _check_groups(samples: Sequence[Sample], where: str) -> None:
             f"{where}: group {smallest} has {sizes[smallest]} sample(s) and group {largest} has {sizes[largest]}: "
             "lines were lost or added. Use the file as the run wrote it, or remove that step and those after it."
         )
-
-
-def _key(prompt_ids: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(prompt_ids))

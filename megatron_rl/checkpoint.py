@@ -78,7 +78,7 @@ class Checkpoints:
         return self._stop_asked or (self.every > 0 and (step == self.steps or step % self.every == 0))
 
     def save(self, step: int) -> Path:
-        """Write the checkpoint of `step` and drop the oldest beyond `keep`.
+        """Write the checkpoint of `step`, drop the oldest beyond `keep` and what killed saves have left.
 
         Raises: BackendError when the disk refuses; earlier checkpoints are untouched. Stopped when it was asked for and
         steps are left.
@@ -103,8 +103,10 @@ class Checkpoints:
                 f"were free: {str(error).rstrip('.')}. Earlier checkpoints are untouched. Free space there (or lower "
                 "checkpoint.keep) and start the same command again: it resumes."
             ) from error
-        for _, old in complete(self.directory)[: -self.keep]:
-            shutil.rmtree(old)
+        kept = {path for _, path in complete(self.directory)[-self.keep :]}
+        for path in self.directory.iterdir():
+            if path not in kept and _NAME.fullmatch(path.name.removesuffix(_PARTIAL)):
+                _remove(path)
         logger.info("saved %s", final)
         if self._stop_asked and step < self.steps:
             raise Stopped(f"{final} is saved. The same command resumes")
@@ -117,6 +119,15 @@ def complete(directory: Path) -> list[tuple[int, Path]]:
         return []
     found = [(int(m[1]), p) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / STATE).is_file()]
     return sorted(found)
+
+
+def _remove(path: Path) -> None:
+    """An old checkpoint, or what a kill left of a save or of this: STATE first, so that the rest never looks whole."""
+    try:
+        (path / STATE).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    except OSError as error:  # the next save tries again
+        logger.warning("%s could not be removed: %s", path, error)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,33 @@ def test_a_killed_save_leaves_the_earlier_checkpoint_the_newest(tmp_path: Path) 
     assert later.trainer.weights == "w3"
     later.save(6)
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step_000003", "step_000006"]
+
+
+def test_a_killed_removal_leaves_nothing_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (2, 3):
+        checkpoints(tmp_path).save(step)
+    seen = []
+    rmtree = shutil.rmtree
+
+    def killed(path: Path, **options: Any) -> None:
+        seen.append([step for step, _ in complete(tmp_path)])
+        if path.name == "step_000002":
+            raise OSError(4, os.strerror(4))  # the process ends here; the files are still there
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    checkpoints(tmp_path).save(6)
+    assert seen[-1] == [3, 6]
+    assert (tmp_path / "step_000002" / "rank_0").exists()
+
+
+def test_what_kills_have_left_is_removed_by_the_next_save_and_nothing_else_is(tmp_path: Path) -> None:
+    """A killed save of step 5 is not repeated when checkpoint.every has become 3."""
+    for name in ("step_000005.partial", "step_000002", "step_000004.mine", "notes"):
+        (tmp_path / name).mkdir()
+    checkpoints(tmp_path).save(6)
+
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step_000004.mine", "step_000006"]
 
 
 def test_a_full_disk_leaves_earlier_checkpoints_and_says_the_mend(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ RUNTIME_BYTES = {"trainer": 6_000_000_000, "engine": 3_000_000_000}
 the allocator. A guess."""
 IMBALANCE = 2
 """Tokens of the busiest rank's experts over the mean: nothing balances them while a policy is trained."""
+LOGITS_CHUNK = 1 << 26
+"""Elements of logits whose log-probabilities are computed together; 256 MB in float32, and work enough for a GPU."""
 MIB = 1 << 20
 
 
@@ -81,14 +83,14 @@ def trainer_use(config: Config, table: Table, megatron: Megatron, topology: Mega
     sizes = {"T": config.trainer.tokens_per_micro_batch, "tp": topology.tp, "etp": topology.etp}
     item = DTYPE_BYTES[config.trainer.dtype]
     has_head = any(chunk.has_head for chunk in chunks)
-    vocab = topology.padded_vocab(table.vocab_size) // topology.tp
+    logits = sizes["T"] * topology.padded_vocab(table.vocab_size) // topology.tp
     return {
         "weights": weights,
         "gradients": 4 * elements,
         "optimizer": each * -(-(elements - of_experts) // shards[0]) + each * -(-of_experts // shards[1]),
         "activations": item * _activations(config, megatron, topology, chunks, stage, **sizes),
-        # Logits, those of response tokens, three float32 of their size (trainer/logprobs.py).
-        "logits": (2 * item + 12) * sizes["T"] * vocab * has_head,
+        # And their gradient; of a part of them three float32 of its size (trainer/logprobs.py).
+        "logits": (2 * item * logits + 12 * min(logits, LOGITS_CHUNK)) * has_head,
         "kept for weights.delta": weights * config.weights.delta,
         "runtime": RUNTIME_BYTES["trainer"],
     }

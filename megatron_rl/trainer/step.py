@@ -58,7 +58,8 @@ def run(
 
     def compute_loss(batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, Tensor, Any]:
         logprobs_N, entropy_N = token_logprobs(
-            logits_1TV[0][batch.index_N],
+            logits_1TV[0],
+            batch.index_N,
             batch.targets_N,
             vocab_size=vocab_size,
             temperature=temperature,

@@ -57,9 +57,9 @@ def measure(rank: int, directory: str, world_size: int, parallel: dict[str, Any]
     worker = start(rank, config, directory, meeting)
     seen, loss, spied = [], worker._loss, step.token_logprobs
 
-    def spy_logits(logits_NV: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(logits_NV.detach())
-        return spied(logits_NV, *args, **kwargs)
+    def spy_logits(logits_TV: Tensor, index_N: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(logits_TV[index_N].detach())
+        return spied(logits_TV, index_N, *args, **kwargs)
 
     places = []
 

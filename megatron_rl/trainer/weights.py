@@ -11,14 +11,18 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from safetensors import safe_open
 from torch import Tensor
 
 from megatron_rl.errors import BackendError, DataError
-from megatron_rl.formats.hf_files import files_of, read_checkpoint, write_at
+from megatron_rl.formats import hf_files, manifest
 from megatron_rl.layouts.boxes import Box, TensorLayout
-from megatron_rl.resharding.plan import Copy
+from megatron_rl.layouts.compile import hf_layouts, megatron_ranks
+from megatron_rl.layouts.megatron_topology import MegatronTopology
+from megatron_rl.layouts.table import Table
+from megatron_rl.resharding.plan import Copy, make_plan
 from megatron_rl.resharding.views import check_tensors, copy_view
 
 
@@ -47,7 +51,7 @@ def import_hf(
     whatever dtype the model runs in.
     Raises: DataError when a tensor is missing, too small, differs from its alias, or was cast.
     """
-    files = files_of(directory)
+    files = hf_files.files_of(directory)
     copies: dict[str, list[str]] = {}
     for alias, own in aliases.items():
         if alias in files:
@@ -116,18 +120,46 @@ def swapped(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iter
                 tensor.copy_(own[name])
 
 
+def export_hf(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    table: Table,
+    topology: MegatronTopology,
+    *,
+    source: Path,
+    rank: int,
+    dtype: str,
+) -> None:
+    """Write this rank's rectangles into a Hugging Face checkpoint in `directory`, which exists; all ranks call this.
+
+    Rank 0 makes the files, with what else lies in the checkpoint `source`. Raises: BackendError when the disk refuses.
+    """
+    whole = hf_layouts(table, dtype=dtype, aliases=manifest.stored_aliases(source, table))
+    try:
+        if rank == 0:
+            hf_files.copy_companions(source, directory, dtype=dtype)
+            hf_files.write_headers(directory, hf_files.split(whole))
+        dist.barrier()
+        sources = megatron_ranks(table, topology, dtype=dtype)
+        mine = [copy for copy in make_plan(sources, {0: whole}) if copy.src_rank == rank]
+        write_rectangles(directory, tensors, mine)
+    except OSError as error:
+        raise BackendError(
+            f"The weights could not be exported to {directory} ({error}). Free space there and start the same command "
+            "again: what is missing is exported from the last checkpoint."
+        ) from error
+    dist.barrier()
+
+
 def write_rectangles(directory: Path, tensors: Mapping[str, Tensor], copies: Iterable[Copy]) -> None:
     """Write this rank's rectangles of a plan to HF layouts into the files that `write_headers` made."""
-    opened: dict[str, int] = {}
+    places, opened = hf_files.read_checkpoint(directory), dict[str, int]()
     try:
-        places = read_checkpoint(directory)
         for copy in copies:
             place = places[copy.dst]
             if place.file not in opened:
                 opened[place.file] = os.open(directory / place.file, os.O_RDWR)
             _write(opened[place.file], place.at, place.shape, copy, tensors[copy.src])
-    except OSError as error:
-        raise BackendError(f"Writing the checkpoint below {directory} failed: {error}. Free space there.") from error
     finally:
         for fd in opened.values():
             os.close(fd)
@@ -141,8 +173,8 @@ def _write(fd: int, base: int, shape: Sequence[int], copy: Copy, source: Tensor)
     width = prod(shape[1:])
     whole_rows = tuple(copy.shape[1:]) == tuple(shape[1:])
     if whole_rows:
-        write_at(fd, data.numpy().tobytes(), base + copy.dst_offset[0] * width * item)
+        hf_files.write_at(fd, data.numpy().tobytes(), base + copy.dst_offset[0] * width * item)
         return
     assert len(shape) == 2, (copy, shape)
     for i, row in enumerate(data.numpy()):
-        write_at(fd, row.tobytes(), base + ((copy.dst_offset[0] + i) * width + copy.dst_offset[1]) * item)
+        hf_files.write_at(fd, row.tobytes(), base + ((copy.dst_offset[0] + i) * width + copy.dst_offset[1]) * item)

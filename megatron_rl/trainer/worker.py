@@ -24,12 +24,10 @@ from megatron_rl.algorithms.recipes import RECIPES
 from megatron_rl.checks import topology_of
 from megatron_rl.config import Config, OptimizerConfig
 from megatron_rl.errors import BackendError
-from megatron_rl.formats import hf_files, manifest
 from megatron_rl.formats.torch_dist import is_torch_dist
-from megatron_rl.layouts.compile import hf_layouts, megatron_layouts, megatron_ranks
+from megatron_rl.layouts.compile import hf_layouts, megatron_layouts
 from megatron_rl.models import load_architecture, load_table
 from megatron_rl.placement import own_address
-from megatron_rl.resharding.plan import make_plan
 from megatron_rl.resharding.sender import Sender
 from megatron_rl.resharding.spec import Push, SendReport, SyncSpec
 from megatron_rl.trainer import build, optim, state, step, weights
@@ -224,16 +222,15 @@ class Worker:
 
     def export(self, directory: str) -> None:
         """Write a Hugging Face checkpoint into `directory`, which exists; each rank writes its own rectangles."""
-        root, dtype = Path(directory), self.config.trainer.dtype
-        whole = hf_layouts(self.table, dtype=dtype, aliases=manifest.stored_aliases(self.source, self.table))
-        if self.rank == 0:
-            hf_files.copy_companions(self.source, root, dtype=dtype)
-            hf_files.write_headers(root, hf_files.split(whole))
-        dist.barrier()
-        sources = megatron_ranks(self.table, self.topology, dtype=dtype)
-        mine = [copy for copy in make_plan(sources, {0: whole}) if copy.src_rank == self.rank]
-        weights.write_rectangles(root, self.tensors, mine)
-        dist.barrier()
+        weights.export_hf(
+            Path(directory),
+            self.tensors,
+            self.table,
+            self.topology,
+            source=self.source,
+            rank=self.rank,
+            dtype=self.config.trainer.dtype,
+        )
 
     def send_weights(self, spec: SyncSpec, push: Push) -> SendReport:
         """Give the engines' ranks what they need of this one, while they load. Another `spec` begins a new session."""

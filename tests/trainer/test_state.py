@@ -183,6 +183,24 @@ def export(rank: int, directory: str, config: Any, meeting: str, out: str) -> No
     start(rank, config, directory, meeting).export(out)
 
 
+def export_with_little_room(rank: int, *args: Any) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    with pytest.raises(BackendError) as caught:
+        export(rank, *args)
+    return str(caught.value)
+
+
+def test_a_disk_that_refuses_the_export_is_named_with_what_is_kept(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "hf", "qwen3_moe")
+    meeting, out = f"file://{tmp_path}/meeting", tmp_path / "out"
+    out.mkdir()
+
+    (message,) = run_ranks(1, export_with_little_room, directory, make_config(), meeting, str(out))
+
+    assert f"could not be exported to {out} (" in message and "File too large" in message
+    assert "exported from the last checkpoint" in message
+
+
 @pytest.mark.parametrize(("family", "name"), EXPORTS)
 def test_export_before_training_is_what_was_imported(family: str, name: str, tmp_path: Path) -> None:
     world_size, parallel = EXPORTED[name]

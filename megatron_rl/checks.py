@@ -14,7 +14,7 @@ from megatron_rl.layouts.table import Table
 from megatron_rl.megatron_options import set_elsewhere, wrong_options
 from megatron_rl.memory import too_large, uses
 from megatron_rl.models import load_architecture, load_table
-from megatron_rl.nodes import wrong_nodes
+from megatron_rl.nodes import cpus_needed, gpus_needed, wrong_nodes
 from megatron_rl.rewards import REWARDS
 
 
@@ -171,19 +171,6 @@ def _without_effect(config: Config) -> Iterator[str]:
             f"cluster.cpus={cluster.cpus} is less than the {needed} that the processes need (one a trainer rank, one a "
             f"rank of each engine, one for rewards): they would wait for it in vain. Set it to {needed} or null."
         )
-
-
-def cpus_needed(config: Config) -> int:
-    """What the processes of `config.mode` ask Ray for: trainer ranks, and the engines' ranks with one for rewards."""
-    ranks, engine_ranks = gpus_needed(config)
-    return ranks + (engine_ranks + 1 if engine_ranks else 0)
-
-
-def gpus_needed(config: Config) -> tuple[int, int]:
-    """(GPUs of the trainer, those of all engines) in `config.mode`, where there are GPUs: each rank has one."""
-    has_engines = config.mode in ("train", "rollout_only")
-    trainer = 0 if config.mode == "rollout_only" else config.trainer.world_size
-    return trainer, config.rollout.engines * config.rollout.tp * has_engines
 
 
 def longest_prompt(config: Config, *, context: int) -> int:

@@ -6,7 +6,6 @@ Where a process runs, `placement.py` decides.
 import contextlib
 import logging
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -19,9 +18,10 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import RayError
 
-from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
+from megatron_rl.errors import BackendError, ConfigError
+from megatron_rl.failures import LOST, explain
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,6 @@ LOOK_EVERY_S = 5.0
 """At the nodes, while waiting."""
 GRACE_S = 2.0
 """After a first failure: time for a dead actor to be told apart from its peers' broken connections."""
-LOG_TAIL_LINES = 12
-CAUSES_SHOWN = 4
-"""Of several processes that failed in ways of their own."""
 _GUARD = """
 import contextlib, os, signal, sys
 sys.stdin.read()  # until the driver, which has the other end, is gone
@@ -48,13 +45,6 @@ for pid in map(int, sys.argv[1:]):
 _guards: list[subprocess.Popen[bytes]] = []
 _nodes: set[str] = set()
 """Ids of those that hold processes of the run."""
-_OURS = (ConfigError, DataError, LayoutError, SyncError, BackendError)
-_OURS_BY_NAME = {kind.__name__: kind for kind in _OURS}
-_CREATION = re.compile(r"raised in its creation task.*?\n(?:\w+\.)*(\w+(?:Error|Exception)): (.*)\Z", re.DOTALL)
-"""In Ray's text of an actor whose constructor raised: the exception, after the traceback."""
-_PEER_IS_GONE = re.compile(r"Connection (closed|reset) by peer|ncclRemoteError")
-"""Of gloo and NCCL: who says it has lost another, which may say why itself."""
-_LOST = "where Ray has ended or cannot be reached"
 
 
 def start(*, address: str | None, cpus: int) -> None:
@@ -84,13 +74,27 @@ def start(*, address: str | None, cpus: int) -> None:
             f"Ray cannot connect to cluster.address={address}: {error}. Write HOST:PORT, as `ray start --head` prints "
             "it, or leave cluster.address null."
         ) from error
-    except (OSError, RayError) as error:
-        place = f"at cluster.address={address}" if address else "on this machine, though it was just started"
-        raise BackendError(
-            f"No Ray cluster answers {place}: {error}. Start one there, or leave cluster.address null."
-        ) from error
+    except Exception as error:
+        if not isinstance(error, OSError | RayError | RuntimeError) and type(error) is not Exception:
+            raise  # of these Ray has no more precise one for a process of its own that did not start
+        raise BackendError(_no_cluster(address, " ".join(str(error).split()))) from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one of its own there, which exits without a word
+
+
+def _no_cluster(address: str | None, cause: str) -> str:
+    if address is not None:
+        return (
+            f"No Ray cluster answers at cluster.address={address}: {cause}. Start one there, or leave cluster.address "
+            "null."
+        )
+    if "AF_UNIX path length" in cause:
+        return f"Ray cannot make its sockets: {cause}. Set RAY_TMPDIR to a directory with a short name, such as /tmp."
+    return (
+        f"Ray did not start on this machine: {cause} One of its processes had too little of something: time on a busy "
+        "machine, memory, disk, or open files (ulimit -n); what it says lies below session_latest/logs in Ray's "
+        "temporary directory (/tmp/ray). Give it more, and start the same command again."
+    )
 
 
 def _knock(address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
@@ -136,7 +140,7 @@ def first_of(references: Sequence[Any], *, what: str, timeout_s: float) -> list[
         if done or left <= LOOK_EVERY_S:
             return list(done)
         if lost := _lost_nodes():
-            raise BackendError(f"{what}: lost {' and '.join(lost)}, {_LOST}. Resume with the same command.")
+            raise BackendError(f"{what}: lost {' and '.join(lost)}, {LOST}. Resume with the same command.")
 
 
 def let_end(calls: Sequence[Any], *, timeout_s: float) -> None:
@@ -183,7 +187,7 @@ def gather(
                 failed[name] = error
     if failed:
         first = sorted(failed.items(), key=lambda one: one[0] not in watched)
-        raise _explain(dict(first), what=what, logs=logs)
+        raise explain(dict(first), what=what, logs=logs, lost=_lost_nodes())
     return ray.get(list(calls.values()))
 
 
@@ -192,39 +196,6 @@ def still_running(calls: Mapping[str, Any], timeout_s: float) -> list[str]:
     names = {ref: name for name, ref in calls.items()}
     _, late = ray.wait(list(names), num_returns=len(names), timeout=timeout_s) if names else ([], [])
     return [names[ref] for ref in late]
-
-
-def _explain(failed: Mapping[str, Exception], *, what: str, logs: Path | None) -> Exception:
-    """One error for several processes that failed together: a death outranks what it made its peers suffer."""
-    if lost := _lost_nodes():
-        for name, error in failed.items():
-            logger.error("%s: %s\n%s", what, name, error)
-        return BackendError(
-            f"{what}: lost {' and '.join(lost)}, {_LOST}; with it failed {', '.join(failed)}. Resume with the same "
-            "command."
-        )
-    for name, error in failed.items():
-        if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
-            return BackendError(
-                f"{what}: {name} was killed because its machine had no memory left. {_tail(name, logs)}Free some, or "
-                "spread the run over more machines, and start the same command again: it resumes."
-            )
-        if isinstance(error, RayActorError):
-            logger.error("%s: %s\n%s", what, name, error)
-            if raised := _CREATION.search(str(error)):
-                kind, text = raised.groups()
-                return _OURS_BY_NAME.get(kind, BackendError)(f"{what}: {name} could not start: {kind}: {text}")
-            return BackendError(f"{what}: {name} died. {_tail(name, logs)}Resume with the same command.")
-    causes = [getattr(error, "cause", error) for error in failed.values()]
-    ours = {str(cause): cause for cause in causes if isinstance(cause, _OURS)}
-    told = [text for text in ours if not _PEER_IS_GONE.search(text)] or list(ours)
-    if told:
-        more = f"\nand {len(told) - CAUSES_SHOWN} more" if len(told) > CAUSES_SHOWN else ""
-        return type(ours[told[0]])("\n".join(told[:CAUSES_SHOWN]) + more)
-    name, error = next(iter(failed.items()))
-    cause = getattr(error, "cause", error)
-    logger.error("%s: %s\n%s", what, name, error)
-    return BackendError(f"{what}: {name} failed with {type(cause).__name__}: {cause}. {_tail(name, logs)}")
 
 
 def _lost_nodes() -> list[str]:
@@ -240,11 +211,3 @@ def _answers(node: Mapping[str, Any]) -> bool:
     except OSError:
         return False
     return True
-
-
-def _tail(name: str, logs: Path | None) -> str:
-    path = logs / f"{name}.log" if logs else None
-    if path is None or not path.exists():
-        return ""
-    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    return f"The end of {path}:\n" + "\n".join(f"    {line}" for line in lines) + "\n"

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint import STATE, Checkpoints, Stopped, complete
-from megatron_rl.checks import check, cpus_needed, engine_of, longest_demonstration, longest_prompt, topology_of
+from megatron_rl.checks import check, engine_of, longest_demonstration, longest_prompt, topology_of
 from megatron_rl.config import Config, load_config, to_yaml
 from megatron_rl.convert.source import read_source
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
 from megatron_rl.formats.hf_files import read_hf_config
 from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.models import load_table
+from megatron_rl.nodes import cpus_needed
 from megatron_rl.rollout.options import check_sglang_options, streamed, why_streamed
 from megatron_rl.run_directory import RunDirectory, written_whole
 

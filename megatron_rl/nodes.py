@@ -9,6 +9,18 @@ Places = tuple[tuple[int, int], ...]
 """(node, GPU of the node) of each rank."""
 
 
+def cpus_needed(config: Config) -> int:
+    """What the processes of `config.mode` ask Ray for: trainer ranks, and the engines' ranks with one for rewards."""
+    ranks, engine_ranks = gpus_needed(config)
+    return ranks + (engine_ranks + 1 if engine_ranks else 0)
+
+
+def gpus_needed(config: Config) -> tuple[int, int]:
+    """(GPUs of the trainer, those of all engines) in `config.mode`, where there are GPUs: each rank has one."""
+    rollout, roles = config.rollout, _roles(config)
+    return config.trainer.world_size * ("trainer" in roles), rollout.engines * rollout.tp * ("rollout" in roles)
+
+
 def wrong_nodes(config: Config) -> Iterator[str]:
     """What is wrong with ranks_per_node and marked nodes, each with the mend."""
     trainer, rollout, cluster = config.trainer, config.rollout, config.cluster
@@ -74,9 +86,7 @@ def arrange(config: Config) -> tuple[Places, Places]:
 
     Raises: ConfigError when cluster.nodes nodes have no room for them; with null, they are as many as it takes.
     """
-    trainer, rollout = config.trainer, config.rollout
-    roles = _roles(config)
-    ranks = trainer.world_size * ("trainer" in roles), rollout.engines * rollout.tp * ("rollout" in roles)
+    ranks = gpus_needed(config)
     nodes = config.cluster.nodes or -(-sum(ranks) // config.cluster.gpus_per_node)
     try:
         return _arrange(config, ranks, [config.cluster.gpus_per_node] * nodes)

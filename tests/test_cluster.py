@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,3 +147,14 @@ def test_a_constructor_that_raises_is_told_apart_from_a_death(
 def test_what_the_cluster_does_not_have_is_refused_with_what_it_has(pool: placement.Pool) -> None:
     with pytest.raises(BackendError, match=r"rollout needs 3 x .*CPU.*Nodes: .*: 2 CPU, 0 GPU"):
         placement.Pool("rollout", 3, cpus=4, timeout_s=1.0)
+
+
+def test_a_directory_too_deep_for_rays_sockets_is_named_with_the_mend() -> None:
+    """As a batch system's TMPDIR may be. In a process of its own: this one is connected."""
+    program = "from megatron_rl import cluster\ncluster.start(address=None, cpus=1)"
+    environment = {**os.environ, "RAY_TMPDIR": f"/tmp/{'deep' * 20}"}
+
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+
+    assert "BackendError: Ray cannot make its sockets: " in done.stderr
+    assert "Set RAY_TMPDIR to a directory with a short name" in done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "megatron_rl"
 ONLY_IN = {
-    "ray": {"cluster", "placement", "trainer", "rollout"},
+    "ray": {"cluster", "failures", "placement", "trainer", "rollout"},
     "megatron": {"trainer"},
     "sglang": {"rollout"},
     "hydra": {"config", "sweeps"},
@@ -28,7 +28,8 @@ OF_OURS = {  # package -> the packages of ours it may import
     "algorithms": {"errors", "types", "config"},
     "data": {"errors", "types", "config"},
     "rewards": {"errors", "types", "config"},
-    "cluster": {"errors"},
+    "failures": {"errors"},
+    "cluster": {"errors", "failures"},
     "placement": {"errors", "config", "cluster", "nodes"},
     "nodes": {"config", "errors"},
     "checkpoint": {"errors", "protocols"},
@@ -59,7 +60,7 @@ OF_OURS = {  # package -> the packages of ours it may import
         "run_plan",
     },
     "trainer": {
-        *("errors", "types", "config", "checks", "megatron_options"),
+        *("errors", "types", "config", "checks", "megatron_options", "memory"),
         *("algorithms", "formats", "layouts", "models", "resharding", "cluster", "placement"),
     },
     "rollout": {

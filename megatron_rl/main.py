@@ -119,7 +119,6 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
 
     recipe = find_recipe(config.algorithm.recipe)
     questions = read_questions(config.data)
-    replay = Replay(Path(config.samples)) if config.samples else None
     if not (run.model.exists() and complete(run.checkpoints)):  # without a checkpoint the config may have changed
         make_model(config, run.model, characters(questions, config.data.template))
     if config.model.path is not None:
@@ -128,11 +127,13 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     if note := rounding(hf, config.trainer.dtype):
         metrics.status(note)
     context = hf["max_position_embeddings"]
-    longest = {
+    limits = {
         "max_prompt_tokens": longest_prompt(config, context=context),
         "max_demonstration_tokens": longest_demonstration(config, context=context),
+        "vocab_size": hf["vocab_size"],
     }
-    prompts = load_prompts(config.data, run.model, questions=questions, **longest)
+    prompts = load_prompts(config.data, run.model, questions=questions, **limits)
+    replay = Replay(Path(config.samples), vocab_size=hf["vocab_size"]) if config.samples else None
 
     trainer, fleet, scoring = start(config, run, hf, stack, status=metrics.status)
     if config.mode == "rollout_only":

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_rl.config import DataConfig
 from megatron_rl.data.sources import Question, read_questions
+from megatron_rl.data.tokenizer import load_tokenizer, render
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.types import Prompt
 
@@ -85,12 +86,14 @@ def load_prompts(
     *,
     max_prompt_tokens: int | None = None,
     max_demonstration_tokens: int | None = None,
+    vocab_size: int | None = None,
     questions: Sequence[Question] | None = None,
 ) -> Prompts:
     """Read, split and tokenize the configured data.
 
     Args: max_prompt_tokens refuses longer prompts; max_demonstration_tokens, training prompts that are longer with
-        their answer and its end token, for supervised updates. questions replaces reading the source, where the caller
+        their answer and its end token, for supervised updates; vocab_size, tokens that the model has no embedding of.
+        questions replaces reading the source, where the caller
         did already.
     Raises: DataError for malformed or too long prompts and too few of them; ConfigError for an unknown task or option.
     """
@@ -100,36 +103,14 @@ def load_prompts(
     tokenizer = load_tokenizer(tokenizer_dir)
 
     def prompts_of(part: Sequence[tuple[str, Question]]) -> list[Prompt]:
-        return _tokenize(part, tokenizer, template=config.template, max_prompt_tokens=max_prompt_tokens)
+        longest, vocab = max_prompt_tokens, vocab_size
+        return _tokenize(part, tokenizer, template=config.template, max_prompt_tokens=longest, vocab_size=vocab)
 
     prompts = Prompts(prompts_of(train), prompts_of(held_out), seed=config.seed, tokenizer=tokenizer)
     if max_demonstration_tokens is not None:
-        _check_demonstrations(train, prompts, tokenizer, max_tokens=max_demonstration_tokens)
+        longest = max_demonstration_tokens
+        _check_demonstrations(train, prompts, tokenizer, max_tokens=longest, vocab_size=vocab_size)
     return prompts
-
-
-def load_tokenizer(directory: Path | str) -> Any:
-    """The transformers tokenizer of a checkpoint directory."""
-    from transformers import AutoTokenizer  # seconds to import
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-    if not Path(directory).is_dir():
-        raise ConfigError(f"{directory} is not a directory: no tokenizer can be read. Set model.path to a checkpoint.")
-    try:
-        has_file = (Path(directory) / "tokenizer.json").exists()
-        code = None if has_file else get_tokenizer_config(str(directory), local_files_only=True).get("auto_map")
-        if not code:
-            return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"No tokenizer can be loaded from {directory}: {str(error).splitlines()[0]} "
-            "Put tokenizer.json and tokenizer_config.json beside the weights."
-        ) from error
-    # transformers would make one of the vocabulary beside it for some model types, and split text otherwise.
-    raise ConfigError(
-        f"The tokenizer in {directory} is code ({code}), which is not run here. Put a tokenizer.json beside the "
-        "weights, and take auto_map out of tokenizer_config.json."
-    )
 
 
 def split(
@@ -169,11 +150,16 @@ def _distinct(questions: Sequence[Question], source: str) -> list[tuple[str, Que
 
 
 def _tokenize(
-    questions: Sequence[tuple[str, Question]], tokenizer: Any, *, template: str, max_prompt_tokens: int | None
+    questions: Sequence[tuple[str, Question]],
+    tokenizer: Any,
+    *,
+    template: str,
+    max_prompt_tokens: int | None,
+    vocab_size: int | None,
 ) -> list[Prompt]:
     if not questions:
         return []
-    texts = [_render(question.text, template, tokenizer) for _, question in questions]
+    texts = [render(question.text, template, tokenizer) for _, question in questions]
     # A chat template writes the special tokens itself.
     rows = tokenizer(texts, add_special_tokens=template != "chat")["input_ids"]
     if tokenizer.unk_token_id is not None and (unknown := sum(tokenizer.unk_token_id in row for row in rows)):
@@ -184,6 +170,7 @@ def _tokenize(
                 f"Prompt {identity} ({question.where}) becomes no token at all: the tokenizer knows none of it. "
                 "Use a checkpoint whose tokenizer knows the data's characters."
             )
+        _check_vocabulary(row, f"Prompt {identity} ({question.where})", vocab_size)
         if max_prompt_tokens is not None and len(row) > max_prompt_tokens:
             raise DataError(
                 f"Prompt {identity} ({question.where}) has {len(row)} tokens, more than the {max_prompt_tokens} that "
@@ -197,12 +184,19 @@ def _tokenize(
 
 
 def _check_demonstrations(
-    questions: Sequence[tuple[str, Question]], prompts: Prompts, tokenizer: Any, *, max_tokens: int
+    questions: Sequence[tuple[str, Question]],
+    prompts: Prompts,
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    vocab_size: int | None,
 ) -> None:
     """`questions` are those of `prompts.train`."""
     # All answers at once; `Prompts.answer_tokens` refuses a missing one.
     answers = tokenizer([p.answer for p in prompts.train], add_special_tokens=False)["input_ids"]
     for (identity, question), prompt, answer in zip(questions, prompts.train, answers, strict=True):
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        _check_vocabulary([*answer, *end], f"The answer of prompt {identity} ({question.where})", vocab_size)
         total = len(prompt.tokens) + len(answer) + 1
         if total > max_tokens:
             raise DataError(
@@ -213,19 +207,14 @@ def _check_demonstrations(
             )
 
 
-def _render(text: str, template: str, tokenizer: Any) -> str:
-    if template != "chat":
-        return template.replace("{prompt}", text)
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            "data.template=chat, but the tokenizer has no chat template. Use a chat model's checkpoint, or write the "
-            'text around each prompt into data.template, for example "Q: {prompt} A:".'
+def _check_vocabulary(tokens: Sequence[int], what: str, vocab_size: int | None) -> None:
+    """No rank would say so of a token too many: over several of them it is nobody's, and becomes nothing."""
+    if vocab_size is not None and max(tokens) >= vocab_size:
+        raise DataError(
+            f"{what} has token {max(tokens)}, and the model's vocabulary ends at {vocab_size - 1} (vocab_size in "
+            "config.json): the tokenizer is another model's, or tokens were added to it alone. Use the tokenizer that "
+            "belongs to the weights."
         )
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-    )
-    assert isinstance(rendered, str), type(rendered)
-    return rendered
 
 
 def _fingerprint(train: Sequence[Prompt], held_out: Sequence[Prompt], seed: int) -> str:

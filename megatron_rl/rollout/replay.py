@@ -12,8 +12,8 @@ from megatron_rl.types import Prompt, Sample
 class Replay:
     """Satisfies `protocols.Engine`, `Reward` (rewards are recorded too) and `WeightSync` (there is no engine)."""
 
-    def __init__(self, path: Path):
-        """Raises: DataError when the file is not what a run recorded."""
+    def __init__(self, path: Path, *, vocab_size: int):
+        """Raises: DataError when the file is not what a run recorded, or of a model with a larger vocabulary."""
         self._path = path
         self._steps: dict[int, list[Sample]] = {}
         self._version = 0
@@ -21,6 +21,11 @@ class Replay:
             _check_groups(samples, f"{path} step {step}")
             if step in self._steps:
                 raise DataError(f"{path} has step {step} in two places. Use the file as the run wrote it.")
+            if (largest := int(samples[0].rollouts.tokens.max())) >= vocab_size:
+                raise DataError(
+                    f"{path} step {step} has token {largest}, and the model's vocabulary ends at {vocab_size - 1}: "
+                    "another model sampled it. Use the model of the run that wrote it."
+                )
             self._steps[step] = samples
         if not self._steps:
             raise DataError(f"samples={path} holds no training sample. Name a samples.jsonl of a run with steps > 0.")

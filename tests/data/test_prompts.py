@@ -200,6 +200,19 @@ def test_a_prompt_longer_than_the_context_is_named_with_its_line(tmp_path, token
         load_prompts(config, tokenizer_dir, max_prompt_tokens=19)
 
 
+def test_a_token_that_the_model_does_not_have_is_named_with_its_line(tmp_path, tokenizer_dir):
+    config = write_jsonl(tmp_path / "p.jsonl", [("1=", "2"), ("0=n", "1:")])
+    largest = ids_of(":")[0]  # then n, in a prompt
+    limits = {"max_demonstration_tokens": 99, "vocab_size": largest + 1}
+    assert len(load_prompts(config, tokenizer_dir, **limits).train) == 2
+    assert len(load_prompts(config, tokenizer_dir, vocab_size=largest).train) == 2  # no answer trains
+
+    with pytest.raises(DataError, match=rf"The answer of prompt \w+ \(.*line 2\) has token {largest}, and the model's"):
+        load_prompts(config, tokenizer_dir, **{**limits, "vocab_size": largest})
+    with pytest.raises(DataError, match=rf"Prompt \w+ \(.*line 2\) has token {largest - 1}, .*ends at {largest - 2} "):
+        load_prompts(config, tokenizer_dir, vocab_size=largest - 1)
+
+
 def test_an_answer_that_does_not_fit_beside_its_prompt_is_named_with_its_line(tmp_path, tokenizer_dir):
     config = write_jsonl(tmp_path / "p.jsonl", [("1+2=", "3"), ("3+2=", "10" * 8), ("2+2=", "4")])
     assert len(load_prompts(config, tokenizer_dir, max_demonstration_tokens=4 + 16 + 1).train) == 3

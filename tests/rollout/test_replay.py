@@ -12,6 +12,8 @@ from megatron_rl.types import Prompt, Sample
 from tests.rollout.test_samples import PROMPTS, ROLLOUTS
 
 ONE = PROMPTS[:1]
+VOCAB = 23
+"""One more than the largest token recorded."""
 
 
 def recorded(path: Path, steps: dict[int, list[Prompt]], *, each: int = 2) -> Path:
@@ -27,6 +29,10 @@ def recorded(path: Path, steps: dict[int, list[Prompt]], *, each: int = 2) -> Pa
     return path
 
 
+def opened(directory: Path, steps: dict[int, list[Prompt]]) -> Replay:
+    return Replay(recorded(directory / "s.jsonl", steps), vocab_size=VOCAB)
+
+
 def rewards(replay: Replay, prompts: list[Prompt], *, step: int) -> list[float | None]:
     replay.push(version=step - 1)
     return [s.reward for s in replay.generate(prompts, samples_per_prompt=2, seed=0)]
@@ -34,7 +40,7 @@ def rewards(replay: Replay, prompts: list[Prompt], *, step: int) -> list[float |
 
 def test_steps_with_the_same_prompts_are_told_apart(tmp_path: Path) -> None:
     """Of a data set of one prompt every step has the same."""
-    replay = Replay(recorded(tmp_path / "s.jsonl", dict.fromkeys((1, 2, 3), ONE)))
+    replay = opened(tmp_path, dict.fromkeys((1, 2, 3), ONE))
 
     assert [rewards(replay, ONE, step=step) for step in (1, 2, 3)] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
     assert rewards(replay, ONE, step=2) == [2.0, 2.0]  # a run resumed after step 1
@@ -44,11 +50,11 @@ def test_a_prompt_that_comes_twice_in_a_step_has_two_groups(tmp_path: Path) -> N
     """Of a step that takes more prompts than there are."""
     twice = [*PROMPTS, PROMPTS[0]]
 
-    assert rewards(Replay(recorded(tmp_path / "s.jsonl", {1: twice})), twice, step=1) == [1.0] * 6
+    assert rewards(opened(tmp_path, {1: twice}), twice, step=1) == [1.0] * 6
 
 
 def test_what_was_not_recorded_is_refused(tmp_path: Path) -> None:
-    replay = Replay(recorded(tmp_path / "s.jsonl", {1: PROMPTS, 2: PROMPTS}))
+    replay = opened(tmp_path, {1: PROMPTS, 2: PROMPTS})
 
     with pytest.raises(DataError, match="no sample of step 3: it holds 2 steps, 1 to 2"):
         rewards(replay, PROMPTS, step=3)
@@ -65,4 +71,11 @@ def test_a_step_in_two_places_is_refused(tmp_path: Path) -> None:
         recorded(path, {step: ONE})
 
     with pytest.raises(DataError, match="has step 1 in two places"):
-        Replay(path)
+        Replay(path, vocab_size=VOCAB)
+
+
+def test_samples_of_a_model_with_more_tokens_are_refused(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "s.jsonl", {1: ONE, 2: PROMPTS})
+
+    with pytest.raises(DataError, match="step 1 has token 21, and the model's vocabulary ends at 20: another model"):
+        Replay(path, vocab_size=21)

@@ -38,10 +38,14 @@ GRACE_S = 2.0
 _GUARD = """
 import contextlib, os, signal, sys
 sys.stdin.read()  # until the driver, which has the other end, is gone
-for pid in map(int, sys.argv[1:]):
+for pid in map(int, sys.argv[2:]):
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+print(sys.argv[1], file=sys.stderr)
 """
+_KILLED = """
+failed: the program was killed, by somebody, by the system for want of memory, or by Ray, which takes it along when \
+its own raylet ends. Resume with the same command."""
 _guards: list[subprocess.Popen[bytes]] = []
 _nodes: set[str] = set()
 """Ids of those that hold processes of the run."""
@@ -65,10 +69,10 @@ def start(*, address: str | None, cpus: int) -> None:
             # "local": without an address Ray would join whatever RAY_ADDRESS or an earlier `ray start` left here.
             resources = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE_BYTES}
             ray.init(address="local", include_dashboard=False, **resources, **common)
-            _guards.append(_guard_agents())
         else:
             _knock(address)
             ray.init(address=address, **common)
+        _guards.append(_guard())
     except ValueError as error:
         raise ConfigError(
             f"Ray cannot connect to cluster.address={address}: {error}. Write HOST:PORT, as `ray start --head` prints "
@@ -104,11 +108,14 @@ def _knock(address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         socket.create_connection((host, int(port)), timeout=timeout_s).close()
 
 
-def _guard_agents() -> subprocess.Popen[bytes]:
-    """With a killed driver Ray's raylet ends at once, and its agents a minute later: a process that does not wait."""
+def _guard() -> subprocess.Popen[bytes]:
+    """A process that says that the driver was killed, which then cannot, unless `stop` comes before.
+
+    It also ends the agents of a raylet started here, which ends at once itself: they would take a minute.
+    """
     raylets = [p for p in psutil.Process().children() if p.name() == "raylet"]
     agents = [str(child.pid) for raylet in raylets for child in raylet.children()]
-    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, *agents]
+    arguments = [sys.executable, "-I", "-S", "-c", _GUARD, _KILLED, *agents]
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
 
 

@@ -158,3 +158,23 @@ def test_a_directory_too_deep_for_rays_sockets_is_named_with_the_mend() -> None:
 
     assert "BackendError: Ray cannot make its sockets: " in done.stderr
     assert "Set RAY_TMPDIR to a directory with a short name" in done.stderr
+
+
+RAYLET_DIES = """
+import time, psutil, ray
+from megatron_rl import cluster
+cluster.start(address=None, cpus=1)
+(raylet,) = (p for p in psutil.Process().children() if p.name() == "raylet")
+raylet.kill()
+for i in range(600):
+    ray.put(bytes(1_000_000))
+    time.sleep(0.1)
+"""
+
+
+def test_that_ray_ends_the_program_with_its_raylet_is_said() -> None:
+    """Ray's own way is to leave without a word, and nothing of Python runs any more."""
+    done = subprocess.run([sys.executable, "-c", RAYLET_DIES], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1, done
+    assert "failed: the program was killed, by" in done.stderr and "Resume with the same command" in done.stderr

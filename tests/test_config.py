@@ -1,3 +1,4 @@
+import ast
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_rl.config import Config, load_config, to_yaml
+from megatron_rl.config import CONFIG_DIR, Config, load_config, to_yaml
 from megatron_rl.errors import ConfigError
 
 DEMO = "experiment=cpu_digits"
@@ -144,3 +145,22 @@ def test_an_address_that_ray_knows_is_taken(address: str) -> None:
 def test_no_ranks_on_a_node_is_no_layout(role: str) -> None:
     with pytest.raises(ConfigError, match=f"{role}.ranks_per_node=0 must be at least 1"):
         load_config(["experiment=cpu_digits", f"{role}.ranks_per_node=0"])
+
+
+def leaves(section: type) -> Iterator[str]:
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(field.type):
+            yield from leaves(field.type)
+        else:
+            yield field.name
+
+
+def test_every_key_is_read_by_the_program() -> None:
+    """By its last name, outside the schema: a key that nothing reads would do nothing."""
+    package = CONFIG_DIR.parent / "megatron_rl"
+    files = [path for path in package.rglob("*.py") if path.name != "config.py"]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+
+    assert len(files) > 50
+    assert {name for name in leaves(Config) if name not in read} == set()

@@ -86,6 +86,8 @@ class Cluster:
     def start(self) -> None:
         """Start the controller and every node."""
         self._start("controller", f"{NETWORK}.254")
+        boot = self.directory / "log" / "controller.boot"
+        _wait_for(lambda: "started" in boot.read_text(), what="the controller has its bridge")  # to tie nodes to
         for name in self.names:
             self.start_node(name)
 

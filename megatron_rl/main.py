@@ -239,6 +239,10 @@ def start(
 
     has_trainer, has_engines = config.mode != "rollout_only", config.mode in ("train", "rollout_only")
     ranks, engines = config.trainer.world_size * has_trainer, config.rollout.engines * has_engines
+    if has_trainer and config.parallel.pp > 1:
+        topology = topology_of(config, load_table(hf))
+        stages = " | ".join(topology.stage_layers())
+        status(f"the model's {topology.num_layers} layers over {topology.pp} pipeline stages: {stages}")
     status("starting Ray")
     stack.callback(cluster.stop)
     cluster.start(address=config.cluster.address, cpus=config.cluster.cpus or cpus_needed(config))

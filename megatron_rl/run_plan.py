@@ -46,10 +46,7 @@ def plan_run(config: Config, *, with_sync: bool = True) -> RunPlan:
     places = arrange(config)
     layers, sync = {}, None
     if trainer is not None:
-        for stage in range(trainer.pp):
-            chunks = trainer.chunks(stage * trainer.world_size // trainer.pp)
-            held = [f"{c.layers.start}-{c.layers.stop - 1}" for c in chunks if c.layers]
-            layers[f"trainer, stage {stage}"] = ", ".join(held) or "none"
+        layers = {f"trainer, stage {stage}": held for stage, held in enumerate(trainer.stage_layers())}
     if with_sync and trainer is not None and engine is not None:
         spec = SyncSpec(
             hf,

@@ -84,6 +84,11 @@ class MegatronTopology:
         """What the rank holds, one entry per virtual stage."""
         return self._pipeline().parts()[self.coordinates(rank).pp :: self.pp]
 
+    def stage_layers(self) -> list[str]:
+        """The decoder layers of each pipeline stage, chunk after chunk: ["0-2, 6-8", "3-5, 9-11"]."""
+        held = [self.chunks(stage * self.world_size // self.pp) for stage in range(self.pp)]
+        return [", ".join(f"{c.layers.start}-{c.layers.stop - 1}" for c in s if c.layers) or "none" for s in held]
+
     def padded_vocab(self, vocab_size: int) -> int:
         """Rows of the embedding over all tensor-parallel ranks; those past `vocab_size` are never exported."""
         multiple = VOCAB_MULTIPLE * self.tp

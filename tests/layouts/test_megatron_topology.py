@@ -23,6 +23,12 @@ def test_ranks_of_two_stages_by_hand() -> None:
     assert [a.edp for a in at] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
+def test_the_layers_of_each_stage_are_listed_chunk_after_chunk() -> None:
+    assert MegatronTopology(2, 5, pp=2, first_stage_layers=2).stage_layers() == ["0-1", "2-4"]
+    assert MegatronTopology(4, 8, pp=2, vpp=2, tp=2).stage_layers() == ["0-1, 4-5", "2-3, 6-7"]
+    assert MegatronTopology(3, 2, pp=3, pipeline_layout="Et|t|L").stage_layers() == ["0-0", "1-1", "none"]
+
+
 @pytest.mark.parametrize(
     ("tp", "cp", "dp", "pp", "ep", "etp"),
     [

@@ -16,7 +16,7 @@ from megatron_rl.sft import Training, warm_start
 
 @dataclass(frozen=True, slots=True)
 class Parts(Training):
-    """What the loop is made of; `main.py` chooses the classes."""
+    """What the loop is made of; `run.py` chooses the classes."""
 
     engine: Engine
     reward: Reward

@@ -1,4 +1,4 @@
-"""What the loop needs of its parts, and nothing else. `main.py` names the classes that satisfy these."""
+"""What the loop needs of its parts, and nothing else. `run.py` names the classes that satisfy these."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.main import make_model
+from megatron_rl.run import make_model
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.live

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import BackendError, ConfigError, DataError
-from megatron_rl.main import check_model, is_finished, main, make_model, read_config, rounding
+from megatron_rl.main import main, read_config
 from megatron_rl.models.random_checkpoint import write_random_checkpoint
+from megatron_rl.run import check_model, is_finished, make_model, rounding
 from megatron_rl.run_directory import RunDirectory
 from tests.tiny import CHARACTERS, TINY
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import Config, load_config  # noqa: E402
 from megatron_rl.data.sources import characters, read_questions  # noqa: E402
-from megatron_rl.main import make_model  # noqa: E402
+from megatron_rl.run import make_model  # noqa: E402
 
 TRL_PACKAGES = ROOT / "build" / "bench"
 EXPERIMENT = "experiment=cpu_digits"

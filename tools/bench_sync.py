@@ -31,12 +31,12 @@ from megatron_rl import cluster, placement  # noqa: E402
 from megatron_rl.checks import topology_of  # noqa: E402
 from megatron_rl.config import load_config  # noqa: E402
 from megatron_rl.layouts.sglang_topology import SglangTopology  # noqa: E402
-from megatron_rl.main import make_model  # noqa: E402
 from megatron_rl.models import load_table  # noqa: E402
 from megatron_rl.resharding.spec import Push, SyncSpec  # noqa: E402
 from megatron_rl.resharding.sync import EngineSync  # noqa: E402
 from megatron_rl.rollout.options import ServerSettings  # noqa: E402
 from megatron_rl.rollout.server import Server  # noqa: E402
+from megatron_rl.run import make_model  # noqa: E402
 
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "vocab_size": 32_768,

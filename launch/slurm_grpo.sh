@@ -205,7 +205,7 @@ while alive "$program" && [[ ! $cancelled ]]; do
     lost_at=$SECONDS
     say "lost $lost while the program ran, which has 5 s to say how it saw it"
   fi
-  [[ $lost_at ]] && ((SECONDS - lost_at >= 5)) && kill -TERM "$program"
+  [[ $lost_at ]] && ((SECONDS - lost_at >= 5)) && kill -TERM "$program" 2>/dev/null
 done
 wait "$program"
 code=$?

@@ -95,7 +95,9 @@ def over_units[U, R](
         Meter(what, sum(nbytes)) as meter,
         ProcessPoolExecutor(min(processes, len(units)), context, _end_with, (os.getpid(),)) as pool,
     ):
-        futures = {pool.submit(function, unit): i for i, unit in enumerate(units)}
+        # A large one that came last would be alone.
+        order = sorted(range(len(units)), key=lambda i: -nbytes[i])
+        futures = {pool.submit(function, units[i]): i for i in order}
         try:
             for future in as_completed(futures):
                 i = futures.pop(future)

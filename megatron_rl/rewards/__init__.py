@@ -1,9 +1,10 @@
 """Rewards: each judges the text of one response. A row of REWARDS makes the function; whoever judges keeps it."""
 
 import difflib
+import math
 from collections.abc import Callable
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.rewards.exact import exact
 from megatron_rl.rewards.math_answer import math_answer
 from megatron_rl.rewards.types import RewardFunction
@@ -20,17 +21,21 @@ REWARDS: dict[str, Callable[[], RewardFunction]] = {
 def load_reward(name: str, *, threshold: float | None = None) -> RewardFunction:
     """The reward `name`. With a threshold, a score becomes 1.0 if it reaches it and 0.0 if not.
 
-    Raises: ConfigError for an unknown name.
+    Raises: ConfigError for an unknown name. The reward: DataError for a score that is no finite number.
     """
     if name not in REWARDS:
         near = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"reward.name={name!r} is not one of {', '.join(REWARDS)}.{hint}")
-    score = REWARDS[name]()
-    if threshold is None:
-        return score
+    judge = REWARDS[name]()
 
-    def reached(response: str, prompt: Prompt) -> float:
-        return float(score(response, prompt) >= threshold)
+    def reward(response: str, prompt: Prompt) -> float:
+        score = judge(response, prompt)
+        if not math.isfinite(score):  # of which no mean can be taken, and which reaches no threshold
+            raise DataError(
+                f"reward.name={name} gave {score} to response {response[-80:]!r} of prompt {prompt.id}: a reward is a "
+                "finite number. Mend the reward function, or drop the prompt."
+            )
+        return score if threshold is None else float(score >= threshold)
 
-    return reached
+    return reward

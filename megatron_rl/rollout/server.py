@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import logging
+import math
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -224,6 +225,12 @@ def _pack(prompts: Sequence[list[int]], results: Sequence[dict[str, Any]]) -> Ro
     for row, result in enumerate(results):
         values = [entry[0] for entry in result["meta_info"]["output_token_logprobs"]]
         assert len(values) == len(result["output_ids"]), (len(values), len(result["output_ids"]))
+        if wrong := [v for v in values if v is None or not math.isfinite(v)]:  # JSON has null for NaN
+            raise BackendError(
+                f"The engine gave {len(wrong)} sampled token(s) the log-probability {wrong[0] or 'NaN'}: its logits are "
+                "no numbers, so the weights have diverged. Lower the learning rate, or use rollout.dtype=float32; "
+                "resume from an earlier checkpoint."
+            )
         logprobs[offsets[row] + prompt_lengths[row] : offsets[row + 1]] = values
     tokens = np.concatenate([np.asarray(row, dtype=np.int32) for row in rows])
     return Rollouts(tokens=tokens, logprobs=logprobs, offsets=offsets, prompt_lengths=prompt_lengths)

@@ -22,6 +22,14 @@ def test_exact_ignores_white_space_around_the_answer_and_nothing_else():
     assert exact("", prompt("a")) == 0.0
 
 
+@pytest.mark.parametrize("threshold", [None, 0.5])
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number_is_refused_with_prompt_and_response(monkeypatch, score, threshold):
+    monkeypatch.setitem(REWARDS, "odd", lambda: lambda response, prompt: score)
+    with pytest.raises(DataError, match=rf"reward.name=odd gave {score} to response '4 2' of prompt p0: .*Mend"):
+        load_reward("odd", threshold=threshold)("4 2", prompt("a"))
+
+
 def test_a_prompt_without_an_answer_is_refused_by_the_rewards_that_compare():
     for name in ("exact", "math"):
         with pytest.raises(DataError, match="reward.name=verifier"):

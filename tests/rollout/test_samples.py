@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rl.errors import DataError
+from megatron_rl.errors import BackendError, DataError
 from megatron_rl.rollout.fleet import sample_seed
 from megatron_rl.rollout.samples import append_samples, drop_samples, read_samples
+from megatron_rl.rollout.server import _pack
 from megatron_rl.types import Prompt, Rollouts, Sample
 
 PROMPTS = [
@@ -89,3 +90,14 @@ def test_every_sample_has_a_seed_of_its_own_that_sglang_accepts() -> None:
 
     assert len(seeds) == 4 * 16 * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("value", [None, float("-inf")])
+def test_an_engine_whose_logits_are_no_numbers_is_named_as_that(value: float | None) -> None:
+    """SGLang answers in JSON, which has null for NaN."""
+    sound = {"output_ids": [5], "meta_info": {"output_token_logprobs": [[-0.5, 5, None]]}}
+    broken = {"output_ids": [5, 6], "meta_info": {"output_token_logprobs": [[-0.5, 5, None], [value, 6, None]]}}
+
+    assert _pack([[1, 2]], [sound]).logprobs.tolist() == [0, 0, -0.5]
+    with pytest.raises(BackendError, match=r"1 sampled token\(s\) the log-probability (NaN|-inf): .*diverged"):
+        _pack([[1, 2], [3]], [sound, broken])

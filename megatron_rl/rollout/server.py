@@ -193,9 +193,10 @@ class Server:
         try:
             response = self._http.post(self._process.url + path, json=body, timeout=timeout_s)
         except requests.Timeout as error:
+            key = "Raise rollout.request_timeout_s if it was still at work. " if path == "/generate" else ""
             raise BackendError(
                 f"{self.settings.title} did not answer {path} within {timeout_s:.0f} s: {self._process.error_text()} "
-                "Raise rollout.request_timeout_s if it was still at work."
+                f"{key}Resume with the same command."
             ) from error
         except requests.RequestException as error:
             raise BackendError(

@@ -228,8 +228,8 @@ def _pack(prompts: Sequence[list[int]], results: Sequence[dict[str, Any]]) -> Ro
         assert len(values) == len(result["output_ids"]), (len(values), len(result["output_ids"]))
         if wrong := [v for v in values if v is None or not math.isfinite(v)]:  # JSON has null for NaN
             raise BackendError(
-                f"The engine gave {len(wrong)} sampled token(s) the log-probability {wrong[0] or 'NaN'}: its logits are "
-                "no numbers, so the weights have diverged. Lower the learning rate, or use rollout.dtype=float32; "
+                f"The engine gave {len(wrong)} sampled token(s) the log-probability {wrong[0] or 'NaN'}: its logits "
+                "are no numbers, so the weights have diverged. Lower the learning rate, or use rollout.dtype=float32; "
                 "resume from an earlier checkpoint."
             )
         logprobs[offsets[row] + prompt_lengths[row] : offsets[row + 1]] = values

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl.layouts.boxes import TensorLayout
+from megatron_rl.models.random_checkpoint import write_random_checkpoint
 from megatron_rl.resharding.views import copy_view
 from megatron_rl.trainer import step
 from megatron_rl.trainer.rank_batch import micro_batches, split
 from megatron_rl.types import Rollouts
-from tests.tiny import GRID, TINY
+from tests.tiny import CHARACTERS, GRID, TINY
 from tests.trainer.ranks import run_ranks
-from tests.trainer.setup import gradients_of, make_batch, make_config, make_rollouts, start, write_checkpoint
+from tests.trainer.setup import gradients_of, make_batch, make_config, make_rollouts, start
 
 LENGTHS = [11, 70, 20, 5, 9, 31, 17]
 TOLERANCE = 5e-6  # float32 sums in another order
@@ -26,6 +27,34 @@ SCHEDULES = {
     4: (((0,), ()), ((1,), (2,)), ((3, 4), (5,)), ((6,), ())),
 }
 """Data-parallel size -> [dp_rank][micro_batch] -> samples."""
+UNUSUAL = {
+    "glm4_moe_plain": TINY["glm4_moe"]
+    | {"num_nextn_predict_layers": 0, "use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 0.25}
+    | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "rms_norm_eps": 1e-3, "first_k_dense_replace": 2},
+    "deepseek_v3_odd": TINY["deepseek_v3"]
+    | {"num_nextn_predict_layers": 0, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 3}
+    | {
+        "topk_group": 4,
+        "num_experts_per_tok": 3,
+        "rope_scaling": TINY["deepseek_v3"]["rope_scaling"] | {"mscale": 0.7},
+    },
+    "qwen3_moe_top1": TINY["qwen3_moe"]
+    | {
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 1,
+        "num_experts": 7,
+        "rope_scaling": TINY["llama"]["rope_scaling"],
+    },
+    "qwen2_moe_plain": TINY["qwen2_moe"] | {"qkv_bias": False, "norm_topk_prob": True, "rms_norm_eps": 1e-3},
+    "llama_mqa": TINY["llama"]
+    | {
+        "head_dim": 20,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "rope_scaling": TINY["qwen3"]["rope_scaling"],
+    },
+}
+"""Legal, and not as published ones are."""
 TP2 = {"tp": 2, "sp": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, TP2),
@@ -137,10 +166,12 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+@pytest.fixture(scope="module", params=[*TINY, *UNUSUAL])
 def one_rank(request: Any, tmp_path_factory: Any) -> Any:
     """(checkpoint, logits, gradients by HF name, metrics) of one rank."""
-    directory = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+    directory = str(tmp_path_factory.mktemp(request.param))
+    model = {**(TINY | UNUSUAL)[request.param], "dtype": "float32"}
+    write_random_checkpoint(Path(directory), model, characters=CHARACTERS, seed=0, jitter=0.1)
     batch = make_batch(rollouts_from_one(), (SCHEDULES[1],))
     meeting = f"file://{directory}/meeting"
     results = run_ranks(1, measure, directory, 1, {}, meeting, batch)

@@ -56,6 +56,13 @@ def test_restore_gives_back_weights_cursor_and_step(tmp_path: Path) -> None:
     assert (later.trainer.weights, later.prompts.position) == ("w6", 60)
 
 
+def test_a_directory_without_a_state_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints(tmp_path, trainer=Files("w3"), prompts=Cursor(30)).save(3)
+    (tmp_path / "step_000006").mkdir()  # as of one that was copied in part
+
+    assert checkpoints(tmp_path).restore() == 3
+
+
 def test_due_at_every_third_step_and_the_last(tmp_path: Path) -> None:
     assert [s for s in range(1, 8) if checkpoints(tmp_path).due(s)] == [3, 6, 7]
     assert not any(checkpoints(tmp_path, every=0).due(s) for s in range(1, 8))

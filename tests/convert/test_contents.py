@@ -130,6 +130,16 @@ def test_fp8_in_and_out(tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "megatron", hf, processes=1)[0] == []
 
 
+def test_a_tied_model_comes_back_with_its_output_layer_or_without(tmp_path: Path) -> None:
+    """Tiny ones are written with it, and come back so in test_roundtrip.py; most published ones are without."""
+    hf = Path(write_checkpoint(tmp_path / "hf", "qwen2", dtype="bfloat16"))
+    tensors = load_file(hf / "model.safetensors")
+    assert torch.equal(tensors.pop("lm_head.weight"), tensors["model.embed_tokens.weight"])
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+
+    assert_same(read(there_and_back(hf)), tensors)
+
+
 def test_dequantized_weights_under_a_config_that_still_says_fp8(tmp_path: Path) -> None:
     hf = Path(write_checkpoint(tmp_path / "hf", "qwen3_moe", dtype="bfloat16"))
     config = json.loads((hf / "config.json").read_text())

@@ -148,6 +148,14 @@ def test_qwen2_in_megatrons_words() -> None:
     assert {name: model.megatron[name] for name in wanted} == wanted
 
 
+def test_a_tied_model_may_hold_the_output_layer_and_has_one_tensor() -> None:
+    for hf in (LLAMA, QWEN2, QWEN3):
+        tied, untied = (load_table({**hf, "tie_word_embeddings": value}) for value in (True, False))
+        assert (tied.aliases, untied.aliases) == ({"lm_head.weight": "model.embed_tokens.weight"}, {})
+        names = [{layout.name for layout in hf_layouts(table, dtype="bfloat16")} for table in (tied, untied)]
+        assert names[1] - names[0] == {"lm_head.weight"} and not names[0] - names[1]
+
+
 def test_scaling_of_plain_attention_is_passed_on_in_full() -> None:
     assert load_architecture(LLAMA).rope_scaling == LLAMA["rope_scaling"]
     short = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

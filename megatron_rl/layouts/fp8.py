@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.boxes import Box, TensorLayout
-from megatron_rl.layouts.terms import Local
+from megatron_rl.layouts.terms import Local, Rectangle
 
 DTYPE, SCALE, BLOCK = "float8_e4m3fn", "_scale_inv", 128
 """Of the elements; what the name of a tensor's scales ends with; rows and columns that share a scale."""
@@ -69,10 +69,23 @@ def check_blocks(piece: Local, name: str, keys: Sequence[str]) -> None:
         is_whole = not any(start % BLOCK for start in r.offset) and all(not e % BLOCK or e == n for e, n in ends)
         if not is_whole or row % BLOCK:
             span = ", ".join(f"{start}:{end}" for start, (end, _) in zip(r.offset, ends, strict=True))
-            mend = f"Lower {' or '.join(dict.fromkeys(keys))}, or set it to false." if keys else "Set it to false."
+            mend = (
+                f"Lower {' or '.join(dict.fromkeys(keys))}{_legal(r)}, or set it to false."
+                if keys
+                else "Set it to false."
+            )
             raise LayoutError(
                 f"rollout.fp8=true: {r.tensor.name} {list(r.tensor.shape)} is kept in blocks of {BLOCK} x {BLOCK}, and "
                 f"a rank has [{span}] of it at row {row} of {name}: blocks would be cut, which SGLang refuses too. "
                 + mend
             )
         row += r.shape[0]
+
+
+def _legal(held: Rectangle) -> str:
+    """Into how many equal shares, fewer than now, the tensor that a rank has a part of can be cut."""
+    for n, whole in zip(held.shape, held.tensor.shape, strict=True):
+        if n != whole:
+            blocks = 1 if whole % BLOCK else whole // BLOCK
+            return f" to one of {', '.join(str(i) for i in range(1, whole // n) if blocks % i == 0)}"
+    return ""

@@ -227,7 +227,7 @@ def test_sglangs_own_loader_gets_the_exported_checkpoint(family: str, trainer: s
         (
             "deepseek_v3",
             {"tp": 4},
-            r"experts.\{expert\}.gate_proj.weight .*\[0:64, 0:152\].*Lower rollout.tp / rollout.ep",
+            r"experts.\{expert\}.gate_proj.weight .*\[0:64, 0:152\].*Lower rollout.tp / rollout.ep to one of 1, 2, or",
         ),
     ],
 )

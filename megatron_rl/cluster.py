@@ -181,7 +181,10 @@ def gather(
         done = first_of([*watching, *waiting], what=what, timeout_s=deadline - time.monotonic())
         if not done and not failed:
             names = ", ".join(sorted(waiting.values()))
-            raise BackendError(f"{what}: no answer from {names} within {timeout_s:.0f} s. See {logs or 'its log'}.")
+            raise BackendError(
+                f"{what}: no answer from {names} within {timeout_s:.0f} s. See {logs or 'its log'}. Resume with the "
+                "same command; if there was still work, with a longer trainer.*_timeout_s or rollout.*_timeout_s."
+            )
         if not done:
             break
         for ref in done:

@@ -70,7 +70,9 @@ def old_and_reference(rank: int, directory: str, config: Any, meeting: str) -> A
     part = part_of(worker, batch)
     first = worker.logprobs(part)
     metrics = worker.update(with_logprobs(part, first)) if worker.config.trainer.world_size == 1 else None
+    before = {name: t.clone() for name, t in worker.tensors.items()}
     second = worker.logprobs(part)
+    assert all(torch.equal(t, before[name]) for name, t in worker.tensors.items())  # not those of the reference
     return first, metrics, second, worker.topology.coordinates(rank)
 
 

@@ -50,7 +50,7 @@ class Placement:
 def find_placement(hf: HfConfig) -> Placement:
     """From the config alone, as the megatron-core that requirements/ pins names things: `check_placement` asks it."""
     table = load_table(hf)
-    # megatron stacks layers where none differs from another, and takes its word for that.
+    # megatron keeps layers apart where moe_layer_freq lists which have experts, and stacks them elsewhere.
     stacked = 0 if "moe_layer_freq" in load_architecture(hf).megatron else table.num_layers
     layouts = megatron_layouts(table, _one_rank(table), 0, dtype="")
     experts = Counter(prefix for layout in layouts if (prefix := _EXPERT.sub("", layout.name)) != layout.name)

@@ -46,8 +46,11 @@ test: env build/optuna/complete  ## Everything, with live servers and whole runs
 test-fast: env build/optuna/complete  ## Without live servers: seconds to a few minutes
 	$(PY) -m pytest -q $(TWO) -m "not live and not slurm"
 
-slurm-test: env build/optuna/complete  ## launch/ on a real Slurm, and runs on several nodes, all on this machine, as root
-	$(PY) -m pytest -q -m slurm tests/slurm tests/nodes
+# What measures time goes first, alone.
+slurm-test: env  ## launch/ on a real Slurm of three nodes, all on this machine, as root
+	@$(PY) -m tests.slurm.machines
+	$(PY) -m pytest -q -m slurm tests/slurm/test_overhead.py
+	$(PY) -m pytest -q $(TWO) -m slurm tests/slurm --ignore=tests/slurm/test_overhead.py
 
 format: env
 	$(PY) -m ruff check --fix .

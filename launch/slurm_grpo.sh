@@ -14,7 +14,6 @@
 #   MRL_READY_S             until Ray must have every node (180)
 #   MRL_GRACE_S             from SIGUSR1 until the program must have saved its checkpoint (90)
 #   MRL_REQUEUES            a job that loses a node is requeued this often instead of failed (0)
-#   MRL_MODULE              program (megatron_rl.main)
 #SBATCH --job-name=grpo
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
@@ -188,7 +187,7 @@ wait "$watch" || fail "Ray does not have all nodes" # `wait` has said which
 say "Ray has ${#nodes[@]} nodes; starting the program"
 own=("cluster.address=$address:$port")
 [[ ${role[0]} ]] && own+=(cluster.trainer_nodes=trainer cluster.rollout_nodes=rollout) # what `start` offers there
-step 0 "$python" -m "${MRL_MODULE:-megatron_rl.main}" "$@" "${own[@]}" \
+step 0 "$python" -m megatron_rl.main "$@" "${own[@]}" \
   > >(exec tee "$logs/program.log") 2>&1 &
 program=$!
 watch_nodes >"$logs/lost" &

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first process of the test's Slurm controller, or of one of its nodes, in namespaces of its own: tests/slurm/cluster.py
+# The first process of a machine of the tests, in namespaces of its own: the one with Slurm's controller, or a node. machines.py
 # starts it with `unshare`, and what it mounts, configures and starts ends with it.
 # Usage: machine.sh DIRECTORY NAME ADDRESS
 set -eu
@@ -13,7 +13,7 @@ mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs "$directory/local" # TMPDIR of jobs
 ip link set lo up
 
-if [ "$name" = controller ]; then
+if [ "$name" = login ]; then
   ip link add nodes type bridge
   ip addr add "$address/24" dev nodes
   ip link set nodes up

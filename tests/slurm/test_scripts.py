@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import ROOT
+from tests.slurm.machines import ROOT
+from tests.slurm.slurm import SMALL
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
-SCRIPTS = ("launch/slurm_grpo.sh", "launch/local.sh", ".ci/run", "requirements/install.sh", "tests/slurm/machine.sh")
+SCRIPTS = (
+    "launch/slurm_grpo.sh",
+    "launch/local.sh",
+    ".ci/run",
+    "requirements/install.sh",
+    "tests/slurm/machine.sh",
+    "tests/slurm/driver.sh",
+)
 
 
 def test_shellcheck_finds_nothing() -> None:
@@ -27,7 +35,7 @@ def local(tmp_path: Path, *, driver: str, steps: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [clone / "launch/local.sh", *("experiment=cpu_digits", "name=run", f"runs_dir={tmp_path}", f"steps={steps}")],
         cwd=tmp_path,
-        env={**os.environ, "MRL_MODULE": "tests.slurm.driver", "DRIVER": driver},
+        env={**os.environ, **SMALL, "DRIVER": driver},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -39,7 +47,7 @@ def test_locally_the_exit_code_is_the_programs(tmp_path: Path) -> None:
 
 
 def test_locally_sigusr1_reaches_the_program(tmp_path: Path) -> None:
-    process = local(tmp_path, driver="", steps=1000)
+    process = local(tmp_path, driver="well", steps=1000)
     assert process.stdout is not None
     assert any("step 2/" in line for line in process.stdout)  # reads no further
 

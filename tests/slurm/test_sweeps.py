@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.sweeps.points import load_all
-from tests.slurm.cluster import Cluster
+from tests.slurm.slurm import SMALL, Slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
-SFT = ("mode=sft", "sft.steps=0", "sft.warmup_steps=0", "algorithm.warmup_steps=0", "steps=1", "checkpoint.every=0")
-ONE_RANK = ("trainer.world_size=1", "parallel=single")
 SLURM = ("hydra/launcher=slurm_grpo", "hydra.launcher.sbatch.cpus_per_task=4", "hydra.launcher.poll_s=1")
-COMMAND = (".venv/bin/python", "-m", "megatron_rl.main", "-m", "experiment=cpu_digits", *SFT, *ONE_RANK, *SLURM)
+COMMON = ("experiment=cpu_digits", "algorithm.warmup_steps=0", "steps=3")
+COMMAND = (".venv/bin/python", "-m", "megatron_rl.main", "-m", *COMMON, *SLURM)
 
 
-def jobs(slurm: Cluster, directory: Path) -> dict[str, list[str]]:
+def jobs(slurm: Slurm, directory: Path) -> dict[str, list[str]]:
     """Of each point of a sweep, the states that Slurm has of its jobs, in the order of their submission."""
     found: dict[str, list[str]] = {}
     for line in slurm.run("squeue", "--noheader", "--states=all", "--sort=i", "--format=%T %k").splitlines():
@@ -27,12 +26,13 @@ def jobs(slurm: Cluster, directory: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_a_sweep_is_a_job_for_each_point_and_goes_on_with_what_is_missing(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_sweep_is_a_job_for_each_point_and_goes_on_with_what_is_missing(slurm: Slurm, tmp_path: Path) -> None:
     directory = tmp_path / "my sweep"
-    command = [*COMMAND, f"hydra.sweep.dir='{directory}'", "data.held_out=8,9,10,99999"]
+    command = [*COMMAND, f"hydra.sweep.dir='{directory}'", "seed=1,2,3,4"]
 
     def sweep(*more: str) -> str:
-        return slurm.run("bash", "-c", f"{shlex.join([*command, *more])} 2>&1; echo exit code $?")
+        line = f"{shlex.join([*command, *more])} 2>&1; echo exit code $?"
+        return slurm.run("bash", "-c", line, more=SMALL | {"DRIVER": "exit 3 4"})
 
     printed = sweep("--dry-run")
 
@@ -44,35 +44,34 @@ def test_a_sweep_is_a_job_for_each_point_and_goes_on_with_what_is_missing(slurm:
     assert printed.endswith("exit code 1") and "failed: 1 of 4 points are not done" in printed, printed
     done, failed = ["COMPLETED"], ["FAILED"]
     assert jobs(slurm, directory) == {
-        "held_out_8": done, "held_out_9": done, "held_out_10": done, "held_out_99999": failed,
+        "seed_1": done, "seed_2": done, "seed_3": done, "seed_4": failed,
     }  # fmt: skip
     table = printed[printed.index("point  ") :].splitlines()
-    assert [line.split()[:2] for line in table[1:5]] == [
-        ["held_out_8", "COMPLETED"],
-        ["held_out_9", "COMPLETED"],
-        ["held_out_10", "COMPLETED"],
-        ["held_out_99999", "FAILED"],
+    assert [line.split()[:4] for line in table[1:5]] == [
+        ["seed_1", "COMPLETED", "0.300", "(step"],  # what the driver says of its third step
+        ["seed_2", "COMPLETED", "0.300", "(step"],
+        ["seed_3", "COMPLETED", "0.300", "(step"],
+        ["seed_4", "FAILED", "-", "-"],
     ]
-    log = Path(re.findall(r"/\S+ sweep/held_out_99999\S+", table[4])[0])
-    assert "refused: data.held_out=99999" in log.read_text() and "data.held_out=99999" in table[5]
-    assert slurm.run(".venv/bin/python", "-m", "megatron_rl.sweeps", directory).splitlines() == table[:6]
+    log = Path(re.findall(r"/\S+ sweep/seed_4\S+", table[4])[0])
+    assert "ends as it was told" in log.read_text()
+    assert slurm.run(".venv/bin/python", "-m", "megatron_rl.sweeps", directory).splitlines() == table[:5]
 
     printed = sweep()
 
     assert printed.endswith("exit code 1"), printed
     assert jobs(slurm, directory) == {
-        "held_out_8": done, "held_out_9": done, "held_out_10": done, "held_out_99999": [*failed, *failed],
+        "seed_1": done, "seed_2": done, "seed_3": done, "seed_4": [*failed, *failed],
     }  # fmt: skip
 
 
-def test_an_interrupted_sweep_leaves_its_jobs_and_watches_them_again(slurm: Cluster, tmp_path: Path) -> None:
+def test_an_interrupted_sweep_leaves_its_jobs_and_watches_them_again(slurm: Slurm, tmp_path: Path) -> None:
     directory = tmp_path / "sweep"
-    small = {"MRL_MODULE": "tests.slurm.driver"}
     sweep = shlex.join([*COMMAND, f"hydra.sweep.dir={directory}", "seed=1,2", "steps=60"])
     until_it_runs = 'until squeue --noheader --states=R --format=%k | grep -q "$0"; do sleep 0.2; done'
     interrupt = f"{sweep} 2>&1 & {until_it_runs}; kill -TERM $!; wait $!; echo exit code $?"
 
-    printed = slurm.run("bash", "-c", interrupt, directory, environment=small)
+    printed = slurm.run("bash", "-c", interrupt, directory, more=SMALL)
 
     numbers = [point.job for point in load_all(directory)]
     assert (
@@ -82,7 +81,7 @@ def test_an_interrupted_sweep_leaves_its_jobs_and_watches_them_again(slurm: Clus
     assert printed.endswith("exit code 130"), printed
     assert {state for [state] in jobs(slurm, directory).values()} <= {"PENDING", "RUNNING"}
 
-    printed = slurm.run("bash", "-c", f"{sweep} 2>&1; echo exit code $?", environment=small)
+    printed = slurm.run("bash", "-c", f"{sweep} 2>&1; echo exit code $?", more=SMALL)
 
     assert printed.endswith("exit code 0"), printed
     assert jobs(slurm, directory) == {"seed_1": ["COMPLETED"], "seed_2": ["COMPLETED"]}

@@ -33,7 +33,7 @@ alive() { kill -0 "$1" 2>/dev/null; }
 # Slurm runs a copy of this file; sbatch has noted where it was, and its arguments behind.
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(/.*\)/launch/slurm_grpo\.sh.*|\1|p' | head -n 1)
 cd "${root:-/none}" || quit 1 "$(hostname) has no clone at '$root'. Submit launch/slurm_grpo.sh of one that all nodes see."
-helper=$root/launch/nodes.py
+helper=$root/launch/job_steps.py
 attempt=${SLURM_RESTART_COUNT:-0}
 
 # The nodes, and what each is for: role is empty where any may hold anything.
@@ -55,12 +55,17 @@ done
 
 # How a step runs: as it is, or in a container that sees the clone and the temporary directory.
 export TMPDIR=${TMPDIR:-/tmp}
-python=${MRL_PYTHON:-python3} container=() inside=()
-mounts=$root,$TMPDIR${MRL_MOUNTS:+,$MRL_MOUNTS}
+python=${MRL_PYTHON:-python3} container=() inside=() mounts=''
+IFS=, read -ra paths <<<"$root,$TMPDIR${MRL_MOUNTS:+,$MRL_MOUNTS}"
+for path in "${paths[@]}"; do # pyxis documents both sides only
+  [[ $path == *:* ]] || path=$path:$path
+  mounts+=${mounts:+,}$path
+done
 if [[ -n ${MRL_PYXIS:-} ]]; then
   container=(--container-image="$MRL_PYXIS" --container-mounts="$mounts" --container-workdir="$root")
+  inside=(env "PYTHONPATH=$root") # the image's would hold, and the host's packages are another Python's
 elif [[ -n ${MRL_APPTAINER:-} ]]; then
-  inside=(apptainer exec --nv --bind "$mounts" --pwd "$root" "$MRL_APPTAINER")
+  inside=(apptainer exec --nv --bind "$mounts" --pwd "$root" "$MRL_APPTAINER" env "PYTHONPATH=$root")
 elif [[ -z ${MRL_PYTHON:-} && -x $root/.venv/bin/python ]]; then
   python=$(cd -P "$root/.venv/bin" && pwd)/python # Ray starts no interpreter whose path has spaces
 fi
@@ -85,7 +90,7 @@ logs=$run/log/job-$SLURM_JOB_ID-$attempt
 mkdir -p "$logs"
 say "job $SLURM_JOB_ID, start $attempt, on ${nodes[*]}; Ray at $address:$port; logs in $logs"
 
-program='' watch='' steps=() stopping='' cancelled='' lost=''
+program='' waiter='' steps=() stopping='' cancelled='' lost=''
 # shellcheck disable=SC2317 # a trap calls it
 on_usr1() {
   say "SIGUSR1: the time limit is near, a preemption, or by hand"
@@ -101,8 +106,9 @@ tick() {
   wait $!
 }
 
-# Names of the nodes whose kernel does not let us connect to where their Ray listens: off, cut off, or without Ray. Asked
-# from here: Slurm may start no step for a while when one of the job's nodes is gone.
+# Names of the nodes whose kernel does not let us connect to where their Ray listens: off, cut off, or without Ray. The
+# program has said so when it ends for that; this is how the script knows. Asked from here: Slurm may start no step for a
+# while when one of the job's nodes is gone.
 unreachable() {
   while read -r node ip port; do
     timeout 3 bash -c "exec 3<>/dev/tcp/$ip/$port" 2>/dev/null || echo "$node" &
@@ -110,34 +116,22 @@ unreachable() {
   wait
 }
 
-# Until a node was unreachable twice, as once may be a moment's overload; prints its name.
-watch_nodes() {
-  local before='' now
-  trap '' USR1
-  while sleep 1; do
-    now=$(unreachable)
-    for node in $now; do [[ " $before " == *" $node "* ]] && echo "$node" && return; done
-    before=${now//$'\n'/ }
-  done
-}
-
-# Whether a node's step has ended, or the watch has; sets `lost` to its name.
+# Whether a node's step has ended; sets `lost` to its name.
 lost_node() {
   local i
   for i in "${!steps[@]}"; do
     alive "${steps[i]}" || { lost=${nodes[i]} && return 0; }
   done
-  [[ $program ]] && ! alive "$watch" && lost=$(<"$logs/lost") && [[ $lost ]]
+  return 1
 }
 
 # Ask every step to end, and give it time; what is left then Slurm kills when this script ends.
 end_steps() {
   trap '' USR1 TERM INT
   [[ $cancelled ]] || scancel --signal=TERM "$SLURM_JOB_ID" & # else Slurm has done it
-  [[ $program && $watch ]] && kill "$watch" 2>/dev/null
   for ((n = 0; n < 50; n++)); do
     local left=0
-    for pid in "${steps[@]}" $program $watch; do alive "$pid" && left=1; done
+    for pid in "${steps[@]}" $program $waiter; do alive "$pid" && left=1; done
     ((left)) || break
     sleep 0.2
   done
@@ -175,14 +169,14 @@ for i in "${!nodes[@]}"; do
   steps+=($!)
 done
 step 0 "$python" "$helper" wait "$address" "$port" "${nodes[@]}" >"$logs/nodes" &
-watch=$!
-while alive "$watch"; do
+waiter=$!
+while alive "$waiter"; do
   tick
   [[ $cancelled ]] && say "cancelled" && end_steps && exit 1
   [[ $stopping ]] && requeue "stopped before the program started"
   lost_node && fail "${lost} did not start. The end of $logs/ray-$lost.log:"$'\n'"$(tail -n 12 "$logs/ray-$lost.log")"
 done
-wait "$watch" || fail "Ray does not have all nodes" # `wait` has said which
+wait "$waiter" || fail "Ray does not have all nodes" # `wait` has said which
 
 say "Ray has ${#nodes[@]} nodes; starting the program"
 own=("cluster.address=$address:$port")
@@ -190,8 +184,6 @@ own=("cluster.address=$address:$port")
 step 0 "$python" -m megatron_rl.main "$@" "${own[@]}" \
   > >(exec tee "$logs/program.log") 2>&1 &
 program=$!
-watch_nodes >"$logs/lost" &
-watch=$!
 late='' lost_at=''
 while alive "$program" && [[ ! $cancelled ]]; do
   tick
@@ -209,7 +201,7 @@ done
 wait "$program"
 code=$?
 if [[ ! $lost && ! $cancelled ]] && ((code != 0 && code != REFUSED && code != STOPPED)); then
-  lost=$(unreachable) # the program may be the first to notice
+  lost=$(unreachable) # which the program notices first
 fi
 
 if [[ $cancelled ]]; then

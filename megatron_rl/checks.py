@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.arrangement import cpus_needed, gpus_needed, wrong_nodes
 from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.errors import ConfigError, LayoutError
 from megatron_rl.formats.hf_files import read_hf_config
@@ -14,7 +15,6 @@ from megatron_rl.layouts.table import Table
 from megatron_rl.megatron_options import set_elsewhere, wrong_options
 from megatron_rl.memory import too_large, uses
 from megatron_rl.models import load_architecture, load_table
-from megatron_rl.nodes import cpus_needed, gpus_needed, wrong_nodes
 from megatron_rl.rewards import REWARDS
 
 

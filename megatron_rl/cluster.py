@@ -1,6 +1,6 @@
 """Ray: starting it, waiting for its actors with a deadline, and saying which one died and why.
 
-Where a process runs, `placement.py` decides.
+Where a process runs, `pools.py` decides.
 """
 
 import contextlib
@@ -20,13 +20,12 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
+from megatron_rl.arrangement import OBJECT_STORE_BYTES
 from megatron_rl.errors import BackendError, ConfigError
 from megatron_rl.failures import LOST, explain
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 1_000_000_000
-"""Of a cluster started here: a step's token arrays; it spills to disk beyond."""
 CONNECT_TIMEOUT_S = 10.0
 """To a cluster that runs already."""
 KNOCK_TIMEOUT_S = 2.0

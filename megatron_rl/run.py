@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.arrangement import cpus_needed
 from megatron_rl.checkpoint import STATE, Checkpoints, complete
 from megatron_rl.checks import engine_of, longest_demonstration, longest_prompt, topology_of
 from megatron_rl.config import Config
@@ -17,7 +18,6 @@ from megatron_rl.errors import BackendError
 from megatron_rl.formats.hf_files import read_hf_config
 from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.models import load_table
-from megatron_rl.nodes import cpus_needed
 from megatron_rl.rollout.options import streamed, why_streamed
 from megatron_rl.run_directory import RunDirectory, written_whole
 
@@ -156,7 +156,7 @@ def start(
 
     Returns: (trainer, fleet, scoring), None for what the mode does without.
     """
-    from megatron_rl import cluster, placement
+    from megatron_rl import cluster, pools
     from megatron_rl.rollout.fleet import MARGIN_S, Fleet
     from megatron_rl.rollout.scorer import Scoring
     from megatron_rl.trainer.trainer import MegatronTrainer
@@ -171,10 +171,10 @@ def start(
     stack.callback(cluster.stop)
     cluster.start(address=config.cluster.address, cpus=config.cluster.cpus or cpus_needed(config))
     trainer = fleet = scoring = None
-    place = placement.trainer_pool(config) if has_trainer else None  # first: what it needs side by side is most
+    place = pools.trainer_pool(config) if has_trainer else None  # first: what it needs side by side is most
     if has_engines:
         status(f"starting {engines} engine(s)" + (f" and {ranks} trainer rank(s)" if ranks else ""))
-        servers, reward = placement.rollout_pool(config), placement.Pool("reward", 1, cpus=1)
+        servers, reward = pools.rollout_pool(config), pools.Pool("reward", 1, cpus=1)
         scoring = Scoring(config.reward, run.model, run.samples, pool=reward, logs=run.logs)
         context = hf["max_position_embeddings"]
         settings = config.rollout, config.sampling, run.model

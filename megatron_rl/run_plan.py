@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.arrangement import arrange, cpus_of_node, gpus_needed
 from megatron_rl.checks import engine_of, topology_of
 from megatron_rl.config import Config
 from megatron_rl.convert.fp8 import without_quantization
 from megatron_rl.formats.hf_files import read_hf_config
 from megatron_rl.memory import Use, uses
 from megatron_rl.models import load_architecture, load_table
-from megatron_rl.nodes import arrange, cpus_of_node, gpus_needed
 from megatron_rl.resharding.schedule import make_schedule
 from megatron_rl.resharding.spec import BUCKET_BYTES, Placement, SyncSpec
 from megatron_rl.resharding.traffic import Traffic, measure

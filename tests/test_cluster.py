@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from megatron_rl import cluster, placement
+from megatron_rl import cluster, pools
 from megatron_rl.errors import BackendError, ConfigError, SyncError
 
 pytestmark = pytest.mark.live
@@ -43,9 +43,9 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[placement.Pool]:
+def pool() -> Iterator[pools.Pool]:
     cluster.start(address=None, cpus=2)
-    yield placement.Pool("trainer", 2, cpus=1)
+    yield pools.Pool("trainer", 2, cpus=1)
     cluster.stop()
 
 
@@ -54,7 +54,7 @@ def test_an_address_that_ray_does_not_understand_is_refused_with_the_mend() -> N
         cluster.start(address="here", cpus=1)
 
 
-def call(pool: placement.Pool, logs: Path, orders: list[str], *, timeout_s: float = 30.0) -> list[str]:
+def call(pool: pools.Pool, logs: Path, orders: list[str], *, timeout_s: float = 30.0) -> list[str]:
     actors = [pool.spawn(Process, index=i, log=logs / f"trainer-{i}.log") for i in range(len(orders))]
     calls = {f"trainer-{i}": a.do.remote(order) for i, (a, order) in enumerate(zip(actors, orders, strict=True))}
     try:
@@ -64,24 +64,24 @@ def call(pool: placement.Pool, logs: Path, orders: list[str], *, timeout_s: floa
             ray.kill(actor)
 
 
-def test_results_come_in_order_and_output_goes_to_the_log(pool: placement.Pool, tmp_path: Path) -> None:
+def test_results_come_in_order_and_output_goes_to_the_log(pool: pools.Pool, tmp_path: Path) -> None:
     assert call(pool, tmp_path, ["a", "b"]) == ["a", "b"]
     assert (tmp_path / "trainer-1.log").read_text() == "hello from the constructor\n"
 
 
-def test_a_dead_process_is_named_while_others_wait(pool: placement.Pool, tmp_path: Path) -> None:
+def test_a_dead_process_is_named_while_others_wait(pool: pools.Pool, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"(?s)Step 3: trainer-1 died.*hello from the constructor.*Resume"):
         call(pool, tmp_path, ["sleep", "die"])
 
 
-def test_who_loses_a_peer_is_not_taken_for_the_cause(pool: placement.Pool, tmp_path: Path) -> None:
+def test_who_loses_a_peer_is_not_taken_for_the_cause(pool: pools.Pool, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="engine-0-part-1 ended"):
         call(pool, tmp_path, ["lose a peer", "end"])
     with pytest.raises(BackendError, match="Connection closed by peer"):
         call(pool, tmp_path, ["lose a peer", "a"])
 
 
-def test_a_watched_process_that_ends_ends_the_wait_for_others(pool: placement.Pool, tmp_path: Path) -> None:
+def test_a_watched_process_that_ends_ends_the_wait_for_others(pool: pools.Pool, tmp_path: Path) -> None:
     waiting, watched = (pool.spawn(Process, index=i, log=tmp_path / f"{i}.log") for i in range(2))
     calls, watches = {"engine-0": waiting.do.remote("sleep")}, {"engine-0-part-1": watched.do.remote("end")}
 
@@ -94,12 +94,12 @@ def test_a_watched_process_that_ends_ends_the_wait_for_others(pool: placement.Po
         ray.kill(actor)
 
 
-def test_an_error_of_ours_arrives_as_itself(pool: placement.Pool, tmp_path: Path) -> None:
+def test_an_error_of_ours_arrives_as_itself(pool: pools.Pool, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tp=3 is impossible. Set tp to 2."):
         call(pool, tmp_path, ["a", "ours"])
 
 
-def test_errors_that_differ_are_all_told_and_equal_ones_once(pool: placement.Pool, tmp_path: Path) -> None:
+def test_errors_that_differ_are_all_told_and_equal_ones_once(pool: pools.Pool, tmp_path: Path) -> None:
     for orders in (["ours", "theirs"], ["theirs", "ours"]):
         with pytest.raises((ConfigError, SyncError)) as raised:
             call(pool, tmp_path, orders)
@@ -108,7 +108,7 @@ def test_errors_that_differ_are_all_told_and_equal_ones_once(pool: placement.Poo
         call(pool, tmp_path, ["theirs", "theirs"])
 
 
-def test_who_has_not_ended_is_known_whether_others_failed_or_not(pool: placement.Pool, tmp_path: Path) -> None:
+def test_who_has_not_ended_is_known_whether_others_failed_or_not(pool: pools.Pool, tmp_path: Path) -> None:
     actors = [pool.spawn(Process, index=i, log=tmp_path / f"trainer-{i}.log") for i in range(2)]
     calls = {"trainer-0": actors[0].do.remote("sleep"), "trainer-1": actors[1].do.remote("ours")}
 
@@ -123,7 +123,7 @@ def test_who_has_not_ended_is_known_whether_others_failed_or_not(pool: placement
     assert cluster.still_running(calls, 10.0) == []
 
 
-def test_no_answer_in_time_names_who_is_missing(pool: placement.Pool, tmp_path: Path) -> None:
+def test_no_answer_in_time_names_who_is_missing(pool: pools.Pool, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="no answer from trainer-0 within 5 s.*Resume"):
         call(pool, tmp_path, ["sleep", "b"], timeout_s=5.0)
 
@@ -136,7 +136,7 @@ def test_no_answer_in_time_names_who_is_missing(pool: placement.Pool, tmp_path: 
     ],
 )
 def test_a_constructor_that_raises_is_told_apart_from_a_death(
-    pool: placement.Pool, tmp_path: Path, fault: str, kind: type, message: str
+    pool: pools.Pool, tmp_path: Path, fault: str, kind: type, message: str
 ) -> None:
     actor = pool.spawn(Process, fault, index=0, log=tmp_path / "trainer-0.log")
 
@@ -144,9 +144,9 @@ def test_a_constructor_that_raises_is_told_apart_from_a_death(
         cluster.gather({"trainer-0": actor.do.remote("a")}, what="Starting", timeout_s=30.0, logs=tmp_path)
 
 
-def test_what_the_cluster_does_not_have_is_refused_with_what_it_has(pool: placement.Pool) -> None:
+def test_what_the_cluster_does_not_have_is_refused_with_what_it_has(pool: pools.Pool) -> None:
     with pytest.raises(BackendError, match=r"rollout needs 3 x .*CPU.*Nodes: .*: 2 CPU, 0 GPU"):
-        placement.Pool("rollout", 3, cpus=4, timeout_s=1.0)
+        pools.Pool("rollout", 3, cpus=4, timeout_s=1.0)
 
 
 def test_a_directory_too_deep_for_rays_sockets_is_named_with_the_mend() -> None:

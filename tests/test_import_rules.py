@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "megatron_rl"
 ONLY_IN = {
-    "ray": {"cluster", "failures", "placement", "trainer", "rollout"},
+    "ray": {"cluster", "failures", "pools", "trainer", "rollout"},
     "megatron": {"trainer"},
     "sglang": {"rollout"},
     "hydra": {"config", "sweeps"},
@@ -29,14 +29,14 @@ OF_OURS = {  # package -> the packages of ours it may import
     "data": {"errors", "types", "config"},
     "rewards": {"errors", "types", "config"},
     "failures": {"errors"},
-    "cluster": {"errors", "failures"},
-    "placement": {"errors", "config", "cluster", "nodes"},
-    "nodes": {"config", "errors"},
+    "cluster": {"errors", "failures", "arrangement"},
+    "pools": {"errors", "config", "cluster", "arrangement"},
+    "arrangement": {"config", "errors"},
     "checkpoint": {"errors", "protocols"},
     "checks": {
         "errors",
         "config",
-        "nodes",
+        "arrangement",
         "formats",
         "layouts",
         "models",
@@ -47,13 +47,24 @@ OF_OURS = {  # package -> the packages of ours it may import
     },
     "memory": {"config", "layouts"},
     "run_plan": {
-        *("config", "checks", "convert", "formats", "layouts", "memory", "models", "nodes", "resharding", "rollout"),
+        *(
+            "config",
+            "checks",
+            "convert",
+            "formats",
+            "layouts",
+            "memory",
+            "models",
+            "arrangement",
+            "resharding",
+            "rollout",
+        ),
     },
     "megatron_options": {"errors", "config"},
     "sweeps": {
         "errors",
         "config",
-        "nodes",
+        "arrangement",
         "progress",
         "records",
         "run_directory",
@@ -61,11 +72,11 @@ OF_OURS = {  # package -> the packages of ours it may import
     },
     "trainer": {
         *("errors", "types", "config", "checks", "megatron_options", "memory"),
-        *("algorithms", "formats", "layouts", "models", "resharding", "cluster", "placement"),
+        *("algorithms", "formats", "layouts", "models", "resharding", "cluster", "pools"),
     },
     "rollout": {
         *("errors", "types", "config", "rewards", "formats", "layouts", "models", "resharding", "cluster"),
-        "placement",
+        "pools",
     },
 }
 

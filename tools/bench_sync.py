@@ -27,7 +27,7 @@ import ray  # noqa: E402
 import torch  # noqa: E402
 from gather_everything import GatheringTrainer  # noqa: E402
 
-from megatron_rl import cluster, placement  # noqa: E402
+from megatron_rl import cluster, pools  # noqa: E402
 from megatron_rl.checks import topology_of  # noqa: E402
 from megatron_rl.config import load_config  # noqa: E402
 from megatron_rl.layouts.sglang_topology import SglangTopology  # noqa: E402
@@ -109,7 +109,7 @@ def measure(directory: Path, model: dict[str, Any], layout: str, *, rounds: int,
     with ExitStack() as stack:
         stack.callback(cluster.stop)
         cluster.start(address=None, cpus=ranks)
-        pool = placement.Pool("trainer", ranks, cpus=1)
+        pool = pools.Pool("trainer", ranks, cpus=1)
         trainer = GatheringTrainer(config, path, pool=pool, logs=directory)
         options = {"tp": ENGINE_TP, "dtype": "bfloat16", "max_total_tokens": 2048}
         server = Server(ServerSettings("engine", str(path), str(directory / f"{layout}.log"), "cpu", **options))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl import cluster, placement
+from megatron_rl import cluster, pools
 from megatron_rl.algorithms.recipes import find_recipe
 from megatron_rl.config import Config, load_config
 from megatron_rl.data.packing import make_batch
@@ -81,7 +81,7 @@ def run(settings: dict[str, Any], logs: Path) -> dict[str, list[float]]:
     ranks, ours_s, bare_s = config.trainer.world_size, [], []
     cluster.start(address=None, cpus=ranks)
     try:
-        trainer = BenchTrainer(config, model, pool=placement.Pool("trainer", ranks, cpus=1), logs=logs)
+        trainer = BenchTrainer(config, model, pool=pools.Pool("trainer", ranks, cpus=1), logs=logs)
         trainer.ready()
         trainer.begin("rl")
         batch = trainer.logprobs(make_step(config, model))

@@ -11,7 +11,7 @@ from megatron_rl.cluster import first_of, gather, let_end
 from megatron_rl.config import RolloutConfig, SamplingConfig
 from megatron_rl.errors import BackendError, DataError
 from megatron_rl.formats.torch_dist import is_torch_dist
-from megatron_rl.placement import Pool
+from megatron_rl.pools import Pool
 from megatron_rl.resharding.spec import Push, SyncSpec
 from megatron_rl.rollout.options import ServerSettings
 from megatron_rl.rollout.server import Answers, Request, Server

@@ -9,7 +9,7 @@ import ray
 
 from megatron_rl.cluster import gather
 from megatron_rl.config import RewardConfig
-from megatron_rl.placement import Pool
+from megatron_rl.pools import Pool
 from megatron_rl.rewards import load_reward
 from megatron_rl.rollout.samples import append_samples, drop_samples
 from megatron_rl.types import Prompt, Rollouts, Sample

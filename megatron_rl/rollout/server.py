@@ -17,7 +17,7 @@ import numpy as np
 import requests
 
 from megatron_rl.errors import BackendError, SyncError
-from megatron_rl.placement import own_address
+from megatron_rl.pools import own_address
 from megatron_rl.resharding.spec import LoadReport, Push, SyncSpec
 from megatron_rl.rollout.options import LOADER, ServerSettings
 from megatron_rl.rollout.process import ServerProcess, free_ports

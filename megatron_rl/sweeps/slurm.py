@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.arrangement import cpus_of_node
 from megatron_rl.config import Config
 from megatron_rl.errors import BackendError, ConfigError
-from megatron_rl.nodes import cpus_of_node
 from megatron_rl.run_directory import read_ending
 from megatron_rl.sweeps.points import COMPLETED, ENDED, MISSING, SUBMITTING, Point, as_ended, begin
 

@@ -10,7 +10,7 @@ import ray
 from megatron_rl.algorithms.recipes import RECIPES
 from megatron_rl.cluster import gather, let_end
 from megatron_rl.config import Config
-from megatron_rl.placement import Pool
+from megatron_rl.pools import Pool
 from megatron_rl.resharding.spec import Push, SyncSpec
 from megatron_rl.trainer.rank_batch import split
 from megatron_rl.trainer.worker import Worker

@@ -27,7 +27,7 @@ from megatron_rl.errors import BackendError
 from megatron_rl.formats.torch_dist import is_torch_dist
 from megatron_rl.layouts.compile import hf_layouts, megatron_layouts
 from megatron_rl.models import load_architecture, load_table
-from megatron_rl.placement import own_address
+from megatron_rl.pools import own_address
 from megatron_rl.resharding.sender import Sender
 from megatron_rl.resharding.spec import Push, SendReport, SyncSpec
 from megatron_rl.trainer import build, optim, state, step, weights

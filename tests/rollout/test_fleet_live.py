@@ -15,7 +15,7 @@ import pytest
 import ray
 from safetensors.torch import load_file
 
-from megatron_rl import cluster, placement
+from megatron_rl import cluster, pools
 from megatron_rl.config import RewardConfig, RolloutConfig, SamplingConfig
 from megatron_rl.errors import BackendError, DataError, SyncError
 from megatron_rl.layouts.megatron_topology import MegatronTopology
@@ -60,12 +60,12 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
         rollout = RolloutConfig(
             engines=ENGINES, dtype="float32", max_running_requests=8, start_timeout_s=START_TIMEOUT_S
         )
-        pools = [placement.Pool("rollout", ENGINES, cpus=1), placement.Pool("scorer", 1, cpus=1)]
+        places = [pools.Pool("rollout", ENGINES, cpus=1), pools.Pool("scorer", 1, cpus=1)]
         sampling = SamplingConfig(max_tokens=8)
-        fleet = Fleet(rollout, sampling, path, context_length=1024, pool=pools[0], logs=directory)
+        fleet = Fleet(rollout, sampling, path, context_length=1024, pool=places[0], logs=directory)
         fleet.ready()
         samples = directory / "samples.jsonl"
-        scoring = Scoring(RewardConfig(name="exact"), path, samples, pool=pools[1], logs=directory)
+        scoring = Scoring(RewardConfig(name="exact"), path, samples, pool=places[1], logs=directory)
         yield Setting(fleet, path, directory, samples, scoring)
     finally:
         cluster.stop()
@@ -184,7 +184,7 @@ def test_who_is_killed_in_the_middle_of_a_push_is_named_and_what_takes_its_place
     before = setting.fleet.generate(PROMPTS, samples_per_prompt=1, seed=5)
     spec = spec_of(setting.path)
     two = replace(spec, trainer=MegatronTopology(world_size=RANKS, ep=2, num_layers=4), bucket_bytes=1 << 14)
-    config, pool = make_config({"ep": 2}, world_size=RANKS), placement.Pool("trainer", RANKS, cpus=1)
+    config, pool = make_config({"ep": 2}, world_size=RANKS), pools.Pool("trainer", RANKS, cpus=1)
     trainer = KillingTrainer(config, setting.path, pool=pool, logs=setting.logs)
     trainer.ready()
     wait = partial(cluster.gather, what="Weight sync", timeout_s=60, logs=setting.logs)

@@ -12,12 +12,11 @@ import time
 from pathlib import Path
 
 import ray
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl import cluster
 from megatron_rl.checkpoint import STATE, complete
 from megatron_rl.config import load_config
+from megatron_rl.pools import Pool
 from megatron_rl.run_directory import RunDirectory
 
 STEP_S = 0.25
@@ -25,8 +24,9 @@ STOPPED = 85
 SHOWN = ("SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-@ray.remote(num_cpus=1)
 class Process:
+    """One on each node."""
+
     def describe(self) -> dict[str, str | None]:
         shown = {name: os.environ.get(name) for name in SHOWN}
         return {**shown, "address": ray.util.get_node_ip_address()}
@@ -43,9 +43,9 @@ def main() -> int:
     signal.signal(signal.SIGUSR1, (lambda *_: None) if what == "deaf" else (lambda *_: asked.append(1)))
     cluster.start(address=config.cluster.address, cpus=1)
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeName"])
-    group = placement_group([{"CPU": 1}] * len(nodes), strategy="STRICT_SPREAD")
-    place = PlacementGroupSchedulingStrategy
-    workers = [Process.options(scheduling_strategy=place(group, i)).remote() for i in range(len(nodes))]
+    pool = Pool("trainer", len(nodes), cpus=1, strategy="STRICT_SPREAD")
+    run.logs.mkdir(parents=True, exist_ok=True)
+    workers = [pool.spawn(Process, index=i, log=run.logs / f"process-{i}.log") for i in range(len(nodes))]
     found = {
         "nodes": {
             n["NodeName"]: {k: n["Resources"][k] for k in ("CPU", "GPU", "trainer", "rollout") if k in n["Resources"]}
@@ -53,8 +53,8 @@ def main() -> int:
         },
         "processes": sorted(ray.get([w.describe.remote() for w in workers]), key=lambda p: p["SLURMD_NODENAME"]),
         "cwd": os.getcwd(),
+        "pythonpath": os.environ["PYTHONPATH"],
     }
-    run.path.mkdir(parents=True, exist_ok=True)
     (run.path / "found.json").write_text(json.dumps(found))
     if what == "exit" and numbers[1:] in ([], [str(config.seed)]):
         print("ends as it was told", flush=True)
@@ -62,7 +62,7 @@ def main() -> int:
     before = complete(run.checkpoints)
     first = before[-1][0] + 1 if before else 1
     for step in range(first, config.steps + 1):
-        ray.get([w.work.remote() for w in workers])
+        cluster.gather({f"process-{i}": w.work.remote() for i, w in enumerate(workers)}, what="Work", timeout_s=60)
         print(f"step {step}/{config.steps}", flush=True)
         with (run.path / "metrics.jsonl").open("a") as metrics:
             metrics.write(json.dumps({"step": step, "eval/reward": step / 10}) + "\n")

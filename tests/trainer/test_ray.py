@@ -14,7 +14,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl import cluster, placement
+from megatron_rl import cluster, pools
 from megatron_rl.errors import BackendError, DataError
 from megatron_rl.trainer.trainer import MegatronTrainer
 from megatron_rl.trainer.worker import Worker
@@ -28,9 +28,9 @@ SCHEDULE = ((((0, 1),), ((2, 3),)),)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[placement.Pool]:
+def pool() -> Iterator[pools.Pool]:
     cluster.start(address=None, cpus=2)
-    yield placement.Pool("trainer", 2, cpus=1)
+    yield pools.Pool("trainer", 2, cpus=1)
     cluster.stop()
 
 

@@ -15,9 +15,9 @@ from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl import cluster
+from megatron_rl.arrangement import rollout_together, trainer_together
 from megatron_rl.config import Config
 from megatron_rl.errors import BackendError
-from megatron_rl.nodes import rollout_together, trainer_together
 
 LOOPBACK = "127.0.0.1"
 SHARE = 0.001

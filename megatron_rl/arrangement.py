@@ -1,10 +1,12 @@
-"""How ranks are shared out over nodes, and whether they can be as asked. Pure; `placement.py` has Ray do it."""
+"""How ranks are shared out over nodes, and whether they can be as asked. Pure; `pools.py` has Ray do it."""
 
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.config import Config
 from megatron_rl.errors import ConfigError
 
+OBJECT_STORE_BYTES = 1_000_000_000
+"""Of Ray, on each node: a step's token arrays; it spills to disk beyond."""
 Places = tuple[tuple[int, int], ...]
 """(node, GPU of the node) of each rank."""
 
@@ -82,7 +84,7 @@ def cpus_of_node(gpus: int) -> int:
 
 
 def arrange(config: Config) -> tuple[Places, Places]:
-    """Where trainer ranks and the ranks of all engines lie on equal nodes with GPUs: what `placement.py` asks Ray for.
+    """Where trainer ranks and the ranks of all engines lie on equal nodes with GPUs: what `pools.py` asks Ray for.
 
     Raises: ConfigError when cluster.nodes nodes have no room for them; with null, they are as many as it takes.
     """
@@ -100,6 +102,9 @@ def _arrange(config: Config, ranks: tuple[int, int], gpus: list[int]) -> tuple[P
     trainer, rollout, used = config.trainer, config.rollout, [0] * len(gpus)
     together = trainer_together(config, gpus)
     ours = _fill(used, gpus, "trainer", ranks[0], together, apart=trainer.ranks_per_node is not None)
+    marks = {config.cluster.trainer_nodes, config.cluster.rollout_nodes}
+    if None not in marks and len(marks) == 2:  # each role has nodes of its own
+        used = [gpus[i] if n else 0 for i, n in enumerate(used)]
     together = rollout_together(config, gpus)
     return ours, _fill(used, gpus, "rollout", ranks[1], together, apart=rollout.ranks_per_node is not None)
 

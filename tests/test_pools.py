@@ -9,10 +9,10 @@ import ray
 from ray.cluster_utils import Cluster
 
 from megatron_rl import cluster
+from megatron_rl.arrangement import arrange, ranks_on_a_node, wrong_nodes
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import BackendError, ConfigError
-from megatron_rl.nodes import arrange, ranks_on_a_node, wrong_nodes
-from megatron_rl.placement import (
+from megatron_rl.pools import (
     Pool,
     interface_of,
     own_address,
@@ -77,6 +77,18 @@ def test_nodes_are_added_until_there_is_room_unless_they_are_counted() -> None:
     ):
         arrange(asked(*sizes, "cluster.nodes=2"))
     assert list(wrong_nodes(asked(*sizes, "cluster.nodes=2"))) and not list(wrong_nodes(asked(*sizes, "mode=sft")))
+
+
+def test_roles_with_nodes_of_their_own_share_none() -> None:
+    sizes = ["trainer.world_size=4", "rollout.engines=2", "rollout.tp=2"]
+    marks = ["cluster.address=auto", "cluster.trainer_nodes=large", "cluster.rollout_nodes=small"]
+
+    assert {node for side in arrange(asked(*sizes)) for node, _ in side} == {0}
+    ours, theirs = arrange(asked(*sizes, *marks))
+
+    assert {node for node, _ in ours} == {0} and {node for node, _ in theirs} == {1}
+    (problem,) = wrong_nodes(asked(*sizes, *marks, "cluster.nodes=1"))
+    assert "rollout needs 2 times 2 GPUs side by side, and 1 nodes of 8, with 8 taken, have no room" in problem
 
 
 def test_without_a_cluster_nobody_outside_reaches_a_process() -> None:

@@ -1,8 +1,8 @@
 """What slurm_grpo.sh asks of the nodes of its job, each as a job step:
 
-nodes.py plan COUNT ARGUMENT ...   on the first of COUNT nodes: the run directory, and where Ray's head will listen
-nodes.py start HEAD IP PORT ROLE   on every node: hold a Ray node until a signal, or until it breaks
-nodes.py wait IP PORT NODE ...     until Ray has exactly these, with a deadline; prints where each is reached
+job_steps.py plan COUNT ARGUMENT ...   on the first of COUNT nodes: the run directory, and where Ray's head will listen
+job_steps.py start HEAD IP PORT ROLE   on every node: hold a Ray node until a signal, or until it breaks
+job_steps.py wait IP PORT NODE ...     until Ray has exactly these, with a deadline; prints where each is reached
 """
 
 import contextlib
@@ -22,13 +22,12 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl.arrangement import OBJECT_STORE_BYTES
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError
 
 REFUSED, LOST = 2, 75
 """Exit codes: the config or the environment is wrong; a node did not come, or was lost."""
 POLL_S = 0.2
-OBJECT_STORE_BYTES = 1_000_000_000
-"""Of each node: a step's token arrays; it spills to disk beyond."""
 ANSWER_S = 3.0
 """For one answer of a node."""
 FIRST_PORT, PORTS, PORTS_A_JOB = 20_000, 10_000, 10
@@ -102,8 +101,6 @@ def free_port(address: str, *, first: int) -> int:
 def start(head: str, address: str, port: str, role: str) -> int:
     """Hold a Ray node, with exactly the CPUs and GPUs that the job has on this machine. Returns: how it ended."""
     own, interface = own_address(towards=address)
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, interface)
     cpus, gpus = os.environ["SLURM_CPUS_ON_NODE"], os.environ.get("SLURM_GPUS_ON_NODE", "0")
     print(f"{_name()}: {own} on {interface}, {cpus} CPUs, {gpus} GPUs {role}", flush=True)
     remove_leftovers()
@@ -118,7 +115,8 @@ def start(head: str, address: str, port: str, role: str) -> int:
     command += ["--include-log-monitor=false", "--disable-usage-stats"]
     if _name() == head:
         client_port = free_port(own, first=int(port) + PORTS // 2)  # of a server that cannot be turned off
-        command += ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={client_port}"]
+        command += ["--head", f"--port={port}", f"--ray-client-server-port={client_port}"]
+        command += ["--include-dashboard=false", "--no-monitor"]  # of the autoscaler: the job's nodes are what there is
     else:
         wait_for_port(address, int(port))
         command += [f"--address={address}:{port}"]

@@ -33,8 +33,13 @@ ANSWER_S = 3.0
 FIRST_PORT, PORTS, PORTS_A_JOB = 20_000, 10_000, 10
 """Below the ports that a kernel gives out by itself. Jobs that start together on a node look at different ones."""
 TEMPORARY = "mrl-ray-"
-KEPT_LOGS = {"raylet.out": r" [EF] \d", "raylet.err": "", "gcs_server.out": r" [EF] \d", "ray_process_exit.log": ""}
-"""Of Ray's own logs, and what their lines must hold to be worth it: of statistics there are many."""
+KEPT_LOGS = {
+    "raylet.out": r" [EFC] \d",
+    "raylet.err": r"^(?!.*\(\+0x)",
+    "gcs_server.out": r" [EFC] \d",
+    "ray_process_exit.log": "",
+}
+"""Of Ray's own logs, and what their lines must be to be worth it: of statistics and addresses there are many."""
 
 
 def plan(count: str, *arguments: str) -> int:

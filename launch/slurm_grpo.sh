@@ -30,8 +30,11 @@ say() { printf '[%s +%ss] %s\n' "slurm_grpo" "$SECONDS" "$*"; }
 quit() { say "$2" && exit "$1"; }
 alive() { kill -0 "$1" 2>/dev/null; }
 
-# Slurm runs a copy of this file; sbatch has noted where it was, and its arguments behind.
-root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(/.*\)/launch/slurm_grpo\.sh.*|\1|p' | head -n 1)
+# Slurm runs a copy of this file; sbatch has noted where it was, and its arguments behind. A script of the user's runs it
+# where it is.
+root=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd)
+[[ ${BASH_SOURCE[0]} == */launch/slurm_grpo.sh ]] ||
+  root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(/.*\)/launch/slurm_grpo\.sh.*|\1|p' | head -n 1)
 cd "${root:-/none}" || quit 1 "$(hostname) has no clone at '$root'. Submit launch/slurm_grpo.sh of one that all nodes see."
 helper=$root/launch/job_steps.py
 attempt=${SLURM_RESTART_COUNT:-0}
@@ -73,8 +76,9 @@ fi
 step() {
   local i=$1 options=() && shift
   ((${SLURM_HET_SIZE:-1} > 1)) && options=(--het-group="${component[i]}")
-  exec srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" "${options[@]}" --cpu-bind=quiet,none --mpi=none \
-    --input=none "${container[@]}" "${inside[@]}" "$@"
+  # Also what is set here, after sbatch --export=...
+  exec srun --export=ALL --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" "${options[@]}" \
+    --cpu-bind=quiet,none --mpi=none --input=none "${container[@]}" "${inside[@]}" "$@"
 }
 
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -143,8 +147,22 @@ newest() {
 }
 before=$(newest)
 
+# Whether Slurm ends the job within a quarter of an hour, as SIGUSR1 tells it, and would after the next start.
+at_limit() {
+  local t
+  IFS=:- read -ra t < <(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%l)
+  while ((${#t[@]} < 4)); do t=(0 "${t[@]}"); done
+  [[ ${t[3]} =~ ^[0-9]+$ ]] && ((86400 * 10#${t[0]} + 3600 * 10#${t[1]} + 60 * 10#${t[2]} + 10#${t[3]} - SECONDS < 900))
+}
+
 # requeue WHY
 requeue() {
+  if [[ $stopping && $(newest) == "$before" ]] && at_limit; then
+    say "$1 without a new checkpoint; the next start has as little time: not requeued. Raise --time, or lower \
+checkpoint.every"
+    end_steps
+    exit 1
+  fi
   end_steps
   say "$1; requeued, to go on from $(newest)"
   scontrol requeue "$SLURM_JOB_ID" || say "Slurm does not requeue this job. Submit the same command: it resumes."
@@ -201,7 +219,7 @@ done
 wait "$program"
 code=$?
 if [[ ! $lost && ! $cancelled ]] && ((code != 0 && code != REFUSED && code != STOPPED)); then
-  lost=$(unreachable) # which the program notices first
+  lost=$(unreachable | head -n 1) # which the program notices first
 fi
 
 if [[ $cancelled ]]; then

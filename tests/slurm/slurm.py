@@ -20,6 +20,8 @@ SMALL = {"MRL_PYTHON": str(Path(__file__).parent / "driver.sh")}
 """Environment of jobs that run the small driver in place of the program."""
 CPUS, GPUS = 16, 4
 """That each node claims to have."""
+DEADLINE_S = 300.0
+"""For anything that should happen; a machine busy with other things takes long to start Ray."""
 LEFT_S = 15.0
 """For the last process of a job after its end."""
 LOST_S = 30.0
@@ -167,21 +169,21 @@ class Job:
         path = Path(self.fields()["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for[T](self, happened: Callable[[], T | None], *, what: str, timeout_s: float = 120.0) -> T:
+    def wait_for[T](self, happened: Callable[[], T | None], *, what: str, timeout_s: float = DEADLINE_S) -> T:
         """The first true value of `happened()`; a failure shows what the job has printed."""
         try:
             return wait_for(happened, what=what, timeout_s=timeout_s)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.state()}\n{self.output()}") from error
 
-    def wait_for_text(self, text: str, *, timeout_s: float = 120.0) -> None:
+    def wait_for_text(self, text: str, *, timeout_s: float = DEADLINE_S) -> None:
         """Until it has printed `text`; not longer than it runs."""
         self.wait_for(
             lambda: text in self.output() or self.fields()["JobState"] in ENDS, what=text, timeout_s=timeout_s
         )
         assert text in self.output(), f"it ended before it printed {text!r}: {self.state()}\n{self.output()}"
 
-    def end(self, *, timeout_s: float = 120.0) -> str:
+    def end(self, *, timeout_s: float = DEADLINE_S) -> str:
         """Wait until it is over. Returns: as `state`."""
         self.wait_for(self.is_over, what="it is over", timeout_s=timeout_s)
         return self.state()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.program.states import records
 from tests.slurm.machines import ROOT
-from tests.slurm.slurm import GPUS, LOST_S, SMALL, Job, Slurm
+from tests.slurm.slurm import GPUS, LOST_S, SCRIPT, SMALL, Job, Slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -52,9 +52,12 @@ def test_a_run_that_ends_well_has_had_all_its_nodes_and_leaves_nothing(slurm: Sl
 
 
 def test_a_program_that_fails_gives_the_job_its_exit_code(slurm: Slurm, submit: Submit, tmp_path: Path) -> None:
-    job = submit("--nodes=1", driver="exit 3")
+    """Also in a script of the user's own, to whose job no variable goes but three."""
+    script = tmp_path / "my script.sh"
+    script.write_text(f'#!/bin/bash\nexec {SCRIPT} "$@"\n')
+    job = submit("--nodes=1", "--export=MRL_PYTHON,DRIVER,PATH", script=script, driver="exit 3")
 
-    assert job.end() == "FAILED 3:0"
+    assert job.end() == "FAILED 3:0", job.output()
     job.leaves_nothing()
     log = tmp_path / "my runs" / "run" / "log" / f"job-{job.number}-0" / "program.log"
     assert "ends as it was told" in log.read_text()
@@ -197,6 +200,16 @@ def test_a_job_that_would_come_no_further_is_not_requeued(slurm: Slurm, submit: 
 
     assert job.end().startswith("FAILED ")
     assert "no checkpoint was saved in time, nor since the start: not requeued. Give SIGUSR1 the time" in job.output()
+
+
+def test_a_job_whose_time_limit_leaves_none_to_start_is_not_requeued(slurm: Slurm, submit: Submit) -> None:
+    job = submit("--nodes=1", "--time=2", steps=1000)
+    job.wait_for_text("logs in")
+
+    slurm.run("scancel", "--signal=USR1", "--batch", job.number)
+
+    assert job.end() == "FAILED 1:0", job.output()
+    assert "stopped before the program started without a new checkpoint; the next start has as little" in job.output()
 
 
 def test_a_job_that_may_not_be_requeued_says_how_to_go_on(slurm: Slurm, submit: Submit) -> None:

@@ -13,7 +13,6 @@ from tests.slurm.slurm import LOST_S, Job, Slurm, run_here
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 Submit = Callable[..., Job]
-DEADLINE_S = 400.0
 STEPS = 3
 DEMO = (
     *("prompts_per_step=8", "algorithm.lr=1e-3", "sampling.max_tokens=3", "data.held_out=8", "weights.verify=true"),
@@ -34,7 +33,7 @@ def prompts(tmp_path: Path) -> str:
 
 def ends_as_on_one_machine(job: Job, runs: Path, prompts: str) -> None:
     """Every byte went where it was needed, and training on the same samples here gives the same weights."""
-    assert job.end(timeout_s=DEADLINE_S) == "COMPLETED 0:0", job.output()
+    assert job.end() == "COMPLETED 0:0", job.output()
     run = runs / "run"
     steps = records(run)
     assert [step["step"] for step in steps] == list(range(STEPS + 1))
@@ -50,7 +49,7 @@ def ends_as_on_one_machine(job: Job, runs: Path, prompts: str) -> None:
 
 def titles(slurm: Slurm, job: Job) -> list[tuple[int, int]]:
     """Trainer ranks and engine processes on each node, when the job trains."""
-    job.wait_for_text("step 1/", timeout_s=DEADLINE_S)
+    job.wait_for_text("step 1/")
     found = [slurm.machines.titles(name) for name in slurm.names]
     return [
         (sum("ray::Worker" in title for title in here), sum(title.startswith("sglang::schedul") for title in here))
@@ -79,7 +78,7 @@ def test_an_engine_over_two_of_three_nodes(slurm: Slurm, submit: Submit, tmp_pat
 def test_a_part_of_an_engine_that_dies_is_named(slurm: Slurm, submit: Submit) -> None:
     more = ("mode=rollout_only", "rollout.engines=1", *ENGINE)
     job = submit("--nodelist=node1,node2", driver=None, steps=1000, more=more)
-    job.wait_for_text("step 2/", timeout_s=DEADLINE_S)
+    job.wait_for_text("step 2/")
 
     (name,) = (n for n in slurm.names if any("--node-rank 1" in title for title in slurm.machines.titles(n)))
     slurm.machines.process(name, "sglang::schedul").kill()
@@ -95,7 +94,7 @@ def test_a_node_that_is_lost_is_named_by_program_and_job(slurm: Slurm, submit: S
     """Where it is cut off, before Ray notices."""
     supervised = ("mode=sft", "sft.steps=0", "checkpoint.every=0", "trainer.ranks_per_node=1")
     job = submit("--nodelist=node1,node3", driver=None, steps=100_000, more=supervised)
-    job.wait_for_text("step 1/", timeout_s=DEADLINE_S)
+    job.wait_for_text("step 1/")
 
     if how == "cut off":
         slurm.machines.cut("node3")

@@ -191,8 +191,12 @@ class Job:
     def start_again(self) -> None:
         """A requeued job would wait until its first start's credentials have expired: let it start now."""
         self.wait_for(lambda: self.fields()["JobState"] == "PENDING", what="it is requeued")
+        self.wait_for(
+            lambda: "comp" not in self.slurm.run("sinfo", "--noheader", "--format=%t"), what="its nodes are free"
+        )
+        time.sleep(1.1)  # Slurm takes a credential of the second in which others were revoked for one of them
         self.slurm.run("scontrol", "update", f"jobid={self.number}", "starttime=now")
-        self.wait_for(lambda: "start 1, on" in self.output(), what="it starts again")
+        self.wait_for_text("start 1, on")
 
     def leaves_nothing(self) -> None:
         """No process of any job is left on a node, soon."""

@@ -58,6 +58,8 @@ class ServerProcess:
         self._exit_code: int | None = None
         self._ended = threading.Event()
         self._is_stopped = False
+        self._gone: list[str] = []
+        """Of the server's own processes, those that ended while it ran."""
         self._meeting = meeting
         attempts = START_ATTEMPTS if settings.port is None and settings.nodes == 1 else 1
         for attempt in range(1, attempts + 1):
@@ -66,6 +68,7 @@ class ServerProcess:
             try:
                 self._start(port)
                 self._wait_until_healthy()
+                threading.Thread(target=self._look_after, name=f"{settings.name}-processes", daemon=True).start()
                 return
             except BackendError:
                 self.stop()
@@ -148,24 +151,34 @@ class ServerProcess:
                 f"{self.settings.name} runs without megatron_rl's plugin, so it takes no weights: {self.error_text()}"
             )
 
+    def _look_after(self) -> None:
+        """End the server after the first of its processes that is gone: for its detokenizer it would wait for ever."""
+        workers: dict[psutil.Process, str] = {}
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+            for process in psutil.Process(self.pid).children(recursive=True):
+                workers[process] = " ".join(process.cmdline()).strip()
+        while not self._gone and not self._ended.wait(POLL_S):
+            self._gone = [name for p, name in workers.items() if name.startswith("sglang::") and not _lives(p)]
+        if not self._ended.wait(EXIT_S):  # its own account of a scheduler goes before
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
     def watch(self) -> None:
         """Until it is stopped. Raises: BackendError with the server's own errors when one of its processes ends before.
 
         The server itself may take seconds more, in which the end of a part on another node would look like the cause.
         """
-        workers: dict[psutil.Process, str] = {}
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
-            for process in psutil.Process(self.pid).children(recursive=True):
-                workers[process] = " ".join(process.cmdline()).strip()
-        gone: list[str] = []
-        while not gone and not self._ended.wait(POLL_S):
-            gone = [name for p, name in workers.items() if name.startswith("sglang::") and not _lives(p)]
+        while not self._gone and not self._ended.wait(POLL_S):
+            pass
         if not self._is_stopped:
-            errors = " ".join([f"{' and '.join(gone) or 'the server'} is gone.", *server_errors(self._log())])
+            errors = " ".join([self._who_is_gone() or "the server is gone.", *server_errors(self._log())])
             raise BackendError(
                 f"{self.settings.title} ended: {errors} Its log is {self.settings.log_path}. Resume with the same "
                 "command."
             )
+
+    def _who_is_gone(self) -> str:
+        return f"{' and '.join(self._gone)} is gone. " if self._gone else ""
 
     def _log(self) -> str:
         path = Path(self.settings.log_path)
@@ -175,7 +188,7 @@ class ServerProcess:
         """What the server itself said went wrong, how it ended, and where its log is."""
         self._ended.wait(EXIT_S)
         ended = f"It ended with exit code {self._exit_code}. " if self._ended.is_set() else ""
-        return f"{server_error(self._log())}\n{ended}Its log is {self.settings.log_path}."
+        return f"{self._who_is_gone()}{server_error(self._log())}\n{ended}Its log is {self.settings.log_path}."
 
     def stop(self) -> None:
         """End the server and every process of its group.

@@ -57,7 +57,7 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
         "vocab_size": hf["vocab_size"],
     }
     prompts = load_prompts(config.data, run.model, questions=questions, **limits)
-    replay = Replay(Path(config.samples), vocab_size=hf["vocab_size"]) if config.samples else None
+    replay = Replay(Path(config.samples), vocab_size=hf["vocab_size"], steps=config.steps) if config.samples else None
 
     trainer, fleet, scoring = start(config, run, hf, stack, status=metrics.status)
     if config.mode == "rollout_only":

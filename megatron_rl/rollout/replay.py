@@ -12,8 +12,9 @@ from megatron_rl.types import Prompt, Sample
 class Replay:
     """Satisfies `protocols.Engine`, `Reward` (rewards are recorded too) and `WeightSync` (there is no engine)."""
 
-    def __init__(self, path: Path, *, vocab_size: int):
-        """Raises: DataError when the file is not what a run recorded, or of a model with a larger vocabulary."""
+    def __init__(self, path: Path, *, vocab_size: int, steps: int):
+        """Raises: DataError when the file is not what a run recorded, of a model with a larger vocabulary, or without
+        the last of `steps`."""
         self._path = path
         self._steps: dict[int, list[Sample]] = {}
         self._version = 0
@@ -29,6 +30,8 @@ class Replay:
             self._steps[step] = samples
         if not self._steps:
             raise DataError(f"samples={path} holds no training sample. Name a samples.jsonl of a run with steps > 0.")
+        if steps:
+            self._recorded(steps)
 
     def generate(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, seed: int) -> list[Sample]:
         """The samples that were recorded at the step after the version that was pushed last.
@@ -36,12 +39,7 @@ class Replay:
         Raises: DataError when there are none, or they are of other prompts, or another number of each.
         """
         step = self._version + 1
-        samples = self._steps.get(step)
-        if samples is None:
-            raise DataError(
-                f"{self._path} has no sample of step {step}: it holds {len(self._steps)} steps, {min(self._steps)} to "
-                f"{max(self._steps)}. Set steps to at most the last of them."
-            )
+        samples = self._recorded(step)
         if list({s.group: s.prompt_id for s in samples}.values()) != [p.id for p in prompts]:
             raise DataError(
                 f"{self._path} was written with other prompts at step {step}: other data.*, prompts_per_step or sft.* "
@@ -53,6 +51,14 @@ class Replay:
                 f"{len(samples) // len(prompts)}, as in the run that wrote it."
             )
         return samples
+
+    def _recorded(self, step: int) -> list[Sample]:
+        if step not in self._steps:
+            raise DataError(
+                f"{self._path} has no sample of step {step}: it holds {len(self._steps)} steps, {min(self._steps)} to "
+                f"{max(self._steps)}. Set steps to at most the last of them."
+            )
+        return self._steps[step]
 
     def __call__(
         self, samples: list[Sample], prompts: Sequence[Prompt], *, step: int, split: str = "train"

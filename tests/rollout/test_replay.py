@@ -30,7 +30,7 @@ def recorded(path: Path, steps: dict[int, list[Prompt]], *, each: int = 2) -> Pa
 
 
 def opened(directory: Path, steps: dict[int, list[Prompt]]) -> Replay:
-    return Replay(recorded(directory / "s.jsonl", steps), vocab_size=VOCAB)
+    return Replay(recorded(directory / "s.jsonl", steps), vocab_size=VOCAB, steps=max(steps))
 
 
 def rewards(replay: Replay, prompts: list[Prompt], *, step: int) -> list[float | None]:
@@ -58,6 +58,8 @@ def test_what_was_not_recorded_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="no sample of step 3: it holds 2 steps, 1 to 2"):
         rewards(replay, PROMPTS, step=3)
+    with pytest.raises(DataError, match="no sample of step 7: .*Set steps to at most"):
+        Replay(tmp_path / "s.jsonl", vocab_size=VOCAB, steps=7)
     for other in (PROMPTS[::-1], ONE, [*ONE, replace(PROMPTS[1], id="c")]):
         with pytest.raises(DataError, match="other prompts at step 2"):
             rewards(replay, other, step=2)
@@ -71,11 +73,11 @@ def test_a_step_in_two_places_is_refused(tmp_path: Path) -> None:
         recorded(path, {step: ONE})
 
     with pytest.raises(DataError, match="has step 1 in two places"):
-        Replay(path, vocab_size=VOCAB)
+        Replay(path, vocab_size=VOCAB, steps=2)
 
 
 def test_samples_of_a_model_with_more_tokens_are_refused(tmp_path: Path) -> None:
     path = recorded(tmp_path / "s.jsonl", {1: ONE, 2: PROMPTS})
 
     with pytest.raises(DataError, match="step 1 has token 21, and the model's vocabulary ends at 20: another model"):
-        Replay(path, vocab_size=21)
+        Replay(path, vocab_size=21, steps=2)

@@ -64,6 +64,10 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
         sample(config, prompts, fleet, scoring, metrics)
         metrics.summary(results(run))
         return
+    if found := complete(run.checkpoints):
+        step, path = found[-1]
+        what = "weights, optimizer, schedule, random states and the place in the data"
+        metrics.status(f"resuming after step {step}: {what} are those of {path}")
     saver = checkpoints(config, run, trainer=trainer, prompts=prompts)
     signal.signal(signal.SIGUSR1, lambda *_: saver.stop_soon())
     training: dict[str, Any] = {

@@ -43,6 +43,7 @@ def test_three_steps_a_dead_rank_a_killed_driver_and_three_more_steps_are_six_st
 
     ended = finish(arguments, world.output("resumed"))
     assert ended.code == DONE, ended.text
+    assert f"resuming after step {MIDDLE}: weights, optimizer, " in ended.text
     assert differences(replayed.path, path, step=STEPS) == []
     assert records(path) == records(replayed.path)
 

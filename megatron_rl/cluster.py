@@ -44,7 +44,7 @@ print(sys.argv[1], file=sys.stderr)
 """
 _KILLED = """
 failed: the program was killed, by somebody, by the system for want of memory, or by Ray, which takes it along when \
-its own raylet ends. Resume with the same command."""
+its raylet or its GCS server ends. Resume with the same command."""
 _guards: list[subprocess.Popen[bytes]] = []
 _nodes: set[str] = set()
 """Ids of those that hold processes of the run."""

@@ -128,7 +128,7 @@ def test_nodes_with_a_feature_hold_the_engines(slurm: Slurm, submit: Submit, tmp
 def test_a_job_that_loses_a_node_is_requeued_where_that_was_asked_for(
     slurm: Slurm, submit: Submit, tmp_path: Path
 ) -> None:
-    job = submit("--nodes=2", steps=8, MRL_REQUEUES=1)
+    job = submit("--nodes=2", steps=24, MRL_REQUEUES=1)
     job.wait_for_text("step 2/")
 
     slurm.machines.process("node2", "raylet").kill()
@@ -151,21 +151,21 @@ def resumed(job: Job, run: Path, *, steps: int) -> None:
 
 
 def test_sigusr1_by_hand_saves_requeues_and_resumes(slurm: Slurm, submit: Submit, tmp_path: Path) -> None:
-    job = submit("--nodes=1", steps=12)
+    job = submit("--nodes=1", steps=20)
     job.wait_for_text("step 2/")
 
     slurm.run("scancel", "--signal=USR1", "--batch", job.number)
 
-    resumed(job, tmp_path / "my runs" / "run", steps=12)
+    resumed(job, tmp_path / "my runs" / "run", steps=20)
 
 
 def test_a_preempted_job_saves_requeues_and_resumes(slurm: Slurm, submit: Submit, tmp_path: Path) -> None:
-    job = submit("--nodes=2", steps=12)
+    job = submit("--nodes=2", steps=20)
     job.wait_for_text("step 2/")
 
     slurm.run("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
 
-    resumed(job, tmp_path / "my runs" / "run", steps=12)
+    resumed(job, tmp_path / "my runs" / "run", steps=20)
 
 
 def test_a_job_at_its_time_limit_saves_requeues_and_resumes(slurm: Slurm, submit: Submit, tmp_path: Path) -> None:

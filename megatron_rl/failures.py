@@ -19,8 +19,10 @@ _OURS = (ConfigError, DataError, LayoutError, SyncError, BackendError)
 _OURS_BY_NAME = {kind.__name__: kind for kind in _OURS}
 _CREATION = re.compile(r"raised in its creation task.*?\n(?:\w+\.)*(\w+(?:Error|Exception)): (.*)\Z", re.DOTALL)
 """In Ray's text of an actor whose constructor raised: the exception, after the traceback."""
-_PEER_IS_GONE = re.compile(r"Connection (closed|reset) by peer|ncclRemoteError")
-"""Of gloo and NCCL: who says it has lost another, which may say why itself."""
+_PEER_IS_GONE = re.compile(
+    r"Connection (closed|reset) by peer|ncclRemoteError|\A[\w ]+ ended in the middle of a weight update"
+)
+"""Of gloo, NCCL and a push: who says it has lost another, which may say why itself."""
 
 
 def explain(failed: Mapping[str, Exception], *, what: str, logs: Path | None, lost: Sequence[str] = ()) -> Exception:

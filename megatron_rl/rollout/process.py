@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import socket
@@ -28,7 +29,7 @@ TEMPORARY = f"megatron-rl-engine-{os.stat('/proc/self/ns/pid').st_ino}-"
 """Of the server's TMPDIR, followed by the owner's pid, which names no other process where pids are counted together:
 containers may share /tmp and not that."""
 EXIT_S = 2.0
-"""From the broken connection of a dying server to its exit code."""
+"""From the broken connection of a dying server to the end of one of its processes."""
 START_ATTEMPTS = 3
 """A free port may be taken by another process before the server binds it. Parts of a server start together or not."""
 PORTS = 12_000
@@ -57,9 +58,10 @@ class ServerProcess:
         self._temporary = tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-")
         self._exit_code: int | None = None
         self._ended = threading.Event()
+        self._broken = threading.Event()
         self._is_stopped = False
         self._gone: list[str] = []
-        """Of the server's own processes, those that ended while it ran."""
+        """Of the server's own processes, the first that ended while it ran."""
         self._meeting = meeting
         attempts = START_ATTEMPTS if settings.port is None and settings.nodes == 1 else 1
         for attempt in range(1, attempts + 1):
@@ -86,6 +88,7 @@ class ServerProcess:
         arguments += command(self.settings, port=port, meeting=self._meeting)
         started = threading.Event()
         self._ended.clear()
+        self._broken.clear()
         self._is_stopped = False
 
         log = open(self.settings.log_path, "wb")  # noqa: SIM115 # closed by the thread, which has no one to raise to
@@ -105,13 +108,12 @@ class ServerProcess:
                     log.write(f"OSError: {error}\n".encode())  # for `error_text`
                     log.flush()
                     self._exit_code = error.errno
-                    self._ended.set()
+                else:
+                    self.pid = process.pid
                     started.set()
-                    return
-            self.pid = process.pid
-            started.set()
-            self._exit_code = process.wait()
-            self._ended.set()
+                    self._exit_code = process.wait()
+            for event in (self._ended, self._broken, started):
+                event.set()
 
         threading.Thread(target=run, name=f"{self.settings.name}-process", daemon=True).start()
         started.wait()
@@ -153,12 +155,19 @@ class ServerProcess:
 
     def _look_after(self) -> None:
         """End the server after the first of its processes that is gone: for its detokenizer it would wait for ever."""
-        workers: dict[psutil.Process, str] = {}
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+        names, poll = dict[int, str](), select.poll()
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it ends just now
+            names[os.pidfd_open(self.pid)] = ""
             for process in psutil.Process(self.pid).children(recursive=True):
-                workers[process] = " ".join(process.cmdline()).strip()
-        while not self._gone and not self._ended.wait(POLL_S):
-            self._gone = [name for p, name in workers.items() if name.startswith("sglang::") and not _lives(p)]
+                if (name := " ".join(process.cmdline()).strip()).startswith("sglang::"):
+                    names[os.pidfd_open(process.pid)] = name
+        for descriptor in names:
+            poll.register(descriptor, select.POLLIN)
+        # The kernel tells at once, and so which was first: the others follow within milliseconds.
+        self._gone = [names[descriptor] for descriptor, _ in poll.poll() if names[descriptor]] if names else []
+        for descriptor in names:
+            os.close(descriptor)
+        self._broken.set()
         if not self._ended.wait(EXIT_S):  # its own account of a scheduler goes before
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -168,8 +177,7 @@ class ServerProcess:
 
         The server itself may take seconds more, in which the end of a part on another node would look like the cause.
         """
-        while not self._gone and not self._ended.wait(POLL_S):
-            pass
+        self._broken.wait()
         if not self._is_stopped:
             errors = " ".join([self._who_is_gone() or "the server is gone.", *server_errors(self._log())])
             raise BackendError(
@@ -180,15 +188,20 @@ class ServerProcess:
     def _who_is_gone(self) -> str:
         return f"{' and '.join(self._gone)} is gone. " if self._gone else ""
 
-    def _log(self) -> str:
-        path = Path(self.settings.log_path)
-        return path.read_text(errors="replace") if path.exists() else ""
+    @property
+    def log_bytes(self) -> int:
+        """How much it has logged, for `error_text`."""
+        return Path(self.settings.log_path).stat().st_size
 
-    def error_text(self) -> str:
-        """What the server itself said went wrong, how it ended, and where its log is."""
-        self._ended.wait(EXIT_S)
+    def _log(self, since: int = 0) -> str:
+        path = Path(self.settings.log_path)
+        return path.read_bytes()[since:].decode(errors="replace") if path.exists() else ""
+
+    def error_text(self, since: int = 0) -> str:
+        """What ended first, what the server itself said went wrong after `since` bytes of its log, and where it is."""
+        self._broken.wait(EXIT_S)
         ended = f"It ended with exit code {self._exit_code}. " if self._ended.is_set() else ""
-        return f"{self._who_is_gone()}{server_error(self._log())}\n{ended}Its log is {self.settings.log_path}."
+        return f"{self._who_is_gone()}{server_error(self._log(since))}\n{ended}Its log is {self.settings.log_path}."
 
     def stop(self) -> None:
         """End the server and every process of its group.
@@ -204,13 +217,6 @@ class ServerProcess:
             self._ended.wait()
             end_group(self.pid)
         shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def server_errors(log: str) -> list[str]:

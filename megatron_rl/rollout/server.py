@@ -190,17 +190,19 @@ class Server:
             raise BackendError(
                 f"{self.settings.name} is not running: {path} was called before start() or after stop()."
             )
+        logged = self._process.log_bytes
         try:
             response = self._http.post(self._process.url + path, json=body, timeout=timeout_s)
         except requests.Timeout as error:
             key = "Raise rollout.request_timeout_s if it was still at work. " if path == "/generate" else ""
             raise BackendError(
-                f"{self.settings.title} did not answer {path} within {timeout_s:.0f} s: {self._process.error_text()} "
-                f"{key}Resume with the same command."
+                f"{self.settings.title} did not answer {path} within {timeout_s:.0f} s: "
+                f"{self._process.error_text(logged)} {key}Resume with the same command."
             ) from error
         except requests.RequestException as error:
             raise BackendError(
-                f"{self.settings.title} ended during {path}: {self._process.error_text()} Resume with the same command."
+                f"{self.settings.title} ended during {path}: {self._process.error_text(logged)} Resume with the same "
+                "command."
             ) from error
         is_json = response.headers.get("content-type", "").startswith("application/json")
         answer = response.json() if is_json else response.text

@@ -59,6 +59,41 @@ def test_a_refused_option_is_told_without_the_page_of_usage() -> None:
     assert server_error(log) == "error: argument --tp: invalid int value: 'x'"
 
 
+def test_what_ends_first_is_named_and_errors_from_before_a_call_are_not(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+
+    class Shell(ServerProcess):
+        def _start(self, port: int) -> None:
+            script = "for i in 0 1; do (exec -a sglang::scheduler_TP$i sleep 1000) & done; echo KeyError: old; wait"
+            with log.open("wb") as output:
+                self.server = subprocess.Popen(["bash", "-c", script], stdout=output, start_new_session=True)
+            self.pid = self.server.pid
+
+        def _wait_until_healthy(self) -> None:
+            while sum(p.cmdline()[0].startswith("sglang::") for p in self.children()) < 2 or not self.log_bytes:
+                time.sleep(0.01)
+
+        def children(self) -> list[psutil.Process]:
+            return psutil.Process(self.pid).children()
+
+    server = Shell(ServerSettings(name="engine-0", model_path="/m", log_path=str(log), device="cpu"))
+    since = server.log_bytes
+    with log.open("a") as output:
+        output.write("ValueError: this one\n")
+    first, second = server.children()
+    second.kill()
+    with pytest.raises(BackendError, match=r"engine-0 ended: sglang::scheduler_TP1 1000 is gone\. "):
+        server.watch()
+    first.kill()
+
+    assert server.error_text(since).startswith("sglang::scheduler_TP1 1000 is gone. ValueError: this one\nIts log")
+    assert "KeyError: old" in server.error_text()
+    server.server.kill()
+    server.server.wait()
+    server._ended.set()
+    server.stop()
+
+
 @pytest.mark.parametrize(
     ("raised", "nodes", "starts"), [(BackendError, 1, START_ATTEMPTS), (KeyboardInterrupt, 1, 1), (BackendError, 2, 1)]
 )

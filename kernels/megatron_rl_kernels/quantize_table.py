@@ -1,7 +1,8 @@
 """The table of quantize_boxes, which its Triton and its CUDA kernel share: a row for each tensor to be quantized."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -60,6 +61,22 @@ def compile_quantize(
         addresses = torch.from_numpy(np.concatenate(lines)).to(device)
         tables.append(QuantizeTable(tiles, addresses, dtype, aligned, power_of_two, tensors))
     return tables
+
+
+def preparing(launch: Callable[[Sequence[QuantizeTable]], None]) -> Callable[..., Callable[[], None]]:
+    """`prepare` of the kernel that `launch` starts."""
+
+    def prepare(
+        quantized: Sequence[Tensor],
+        scales: Sequence[Tensor],
+        sources: Sequence[Sequence[Tensor]],
+        *,
+        power_of_two: bool = False,
+    ) -> Callable[[], None]:
+        """The quantization, its tables compiled."""
+        return partial(launch, compile_quantize(quantized, scales, sources, power_of_two=power_of_two))
+
+    return prepare
 
 
 def _is_aligned(to: Tensor, parts: Sequence[Tensor]) -> bool:

@@ -1,13 +1,11 @@
 """quantize_boxes in CUDA C++: the kernels of quantize_boxes.cu on the tables of quantize_table.py."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
 from megatron_rl_kernels.cuda_ops.nvrtc import launch_tiles
-from megatron_rl_kernels.quantize_table import QuantizeTable, compile_quantize
+from megatron_rl_kernels.quantize_table import QuantizeTable, preparing
 
 
 def launch(tables: Sequence[QuantizeTable]) -> None:
@@ -23,12 +21,4 @@ def launch(tables: Sequence[QuantizeTable]) -> None:
         launch_tiles("quantize_boxes", function, len(t.tiles.row_of_tile), t.lines.device, *arguments)
 
 
-def prepare(
-    quantized: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    sources: Sequence[Sequence[Tensor]],
-    *,
-    power_of_two: bool = False,
-) -> Callable[[], None]:
-    """The quantization, its tables compiled."""
-    return partial(launch, compile_quantize(quantized, scales, sources, power_of_two=power_of_two))
+prepare = preparing(launch)

@@ -1,15 +1,13 @@
 """quantize_boxes in Triton: one program for each block of 128 x 128."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from megatron_rl_kernels import reference
-from megatron_rl_kernels.quantize_table import QuantizeTable, compile_quantize
+from megatron_rl_kernels.quantize_table import QuantizeTable, preparing
 
 BLOCK = tl.constexpr(reference.BLOCK)
 SLICE = tl.constexpr(32)
@@ -90,12 +88,4 @@ def launch(tables: Sequence[QuantizeTable]) -> None:
         quantize_kernel[(len(t.tiles.row_of_tile),)](*arguments, num_warps=NUM_WARPS)
 
 
-def prepare(
-    quantized: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    sources: Sequence[Sequence[Tensor]],
-    *,
-    power_of_two: bool = False,
-) -> Callable[[], None]:
-    """The quantization, its tables compiled."""
-    return partial(launch, compile_quantize(quantized, scales, sources, power_of_two=power_of_two))
+prepare = preparing(launch)

@@ -32,7 +32,7 @@ from megatron_rl.checks import topology_of  # noqa: E402
 from megatron_rl.config import load_config  # noqa: E402
 from megatron_rl.layouts.sglang_topology import SglangTopology  # noqa: E402
 from megatron_rl.models import load_table  # noqa: E402
-from megatron_rl.resharding.spec import Push, SyncSpec  # noqa: E402
+from megatron_rl.resharding.spec import BUCKET_BYTES, Push, SyncSpec  # noqa: E402
 from megatron_rl.resharding.sync import EngineSync  # noqa: E402
 from megatron_rl.rollout.options import ServerSettings  # noqa: E402
 from megatron_rl.rollout.server import Server  # noqa: E402
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=5, help="how often the arms take turns, after one to warm up")
-    parser.add_argument("--bucket-mb", type=int, default=4, help="of a message of ours")
+    parser.add_argument("--bucket-mb", type=int, default=BUCKET_BYTES["cpu"] >> 20, help="of a message of ours")
     parser.add_argument("--small", action="store_true", help="a model of a few million parameters: does it work at all")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from sglang.srt.arg_groups import choices
@@ -14,6 +15,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from megatron_rl.rollout.sglang_cpu import attention
 from megatron_rl.rollout.sglang_cpu.fp8 import activate_fp8
 
+PAUSED_POLL_MS = 2
+"""Short, for with data-parallel attention only one of those who wait here gets the message, and then waits for all."""
 TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
@@ -48,8 +51,19 @@ def activate_cpu() -> None:
     HookRegistry.register(
         "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", _or_plain_positions, HookType.AROUND
     )
+    # `sleep_on_idle` is not for paused schedulers: in a weight update they would poll, on the cores that it needs.
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
+        _wait_for_requests,
+        HookType.BEFORE,
+    )
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _then_fork, HookType.AROUND)
     activate_fp8()
+
+
+def _wait_for_requests(scheduler: Any) -> None:
+    if scheduler.idle_sleeper is not None:  # on one rank of those that get the same requests
+        scheduler.idle_sleeper.poller.poll(PAUSED_POLL_MS)
 
 
 def _then_fork(original: Callable[[object], None], server_args: object) -> None:

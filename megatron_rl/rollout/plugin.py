@@ -9,7 +9,7 @@ from pathlib import Path
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils import is_cpu
 
-from megatron_rl.rollout.receiver import report_instead_of_raising
+from megatron_rl.rollout.receiver import in_a_session, report_instead_of_raising
 
 
 def activate() -> None:
@@ -17,6 +17,11 @@ def activate() -> None:
     HookRegistry.register(
         "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
         report_instead_of_raising,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor",
+        in_a_session,
         HookType.AROUND,
     )
     HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", _in_temporary_directory, HookType.REPLACE)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 from sglang.srt.runtime_context import get_parallel
 
 from megatron_rl.errors import LayoutError, SyncError
@@ -91,6 +92,20 @@ def load_named(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor
             f"SGLang's own loader did not take the weights: {error!r}. It may be unable to load a running model again "
             "with these options (rollout.sglang): choose others."
         ) from error
+
+
+def in_a_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around SGLang's SchedulerWeightUpdaterManager.update_weights_from_tensor: begins and ends the update itself.
+
+    As requests of their own, each would go through three processes and back, while the trainer waits.
+    """
+    if request.load_format != LOADER:
+        return original(manager, request)
+    manager.begin_weight_update(BeginWeightUpdateReqInput())
+    try:
+        return original(manager, request)
+    finally:
+        manager.end_weight_update(EndWeightUpdateReqInput())
 
 
 def report_instead_of_raising(

@@ -63,7 +63,6 @@ class Server:
         self._process: ServerProcess | None = None
         self._http = requests.Session()
         self._http.trust_env = False  # a proxy of the environment is not for 127.0.0.1
-        self._loading = False
         self._spec: SyncSpec | None = None
         """The one that the server's ranks have a plan for."""
         self._broken: str | None = None
@@ -76,7 +75,7 @@ class Server:
 
     def start(self, meeting: str | None = None) -> None:
         """Start the process and wait until it is healthy. Raises: BackendError with the server's own error text."""
-        self._loading, self._spec, self._broken = False, None, None  # of a process that ended
+        self._spec, self._broken = None, None  # of a process that ended
         self._process = ServerProcess(self.settings, meeting)
 
     def watch(self) -> None:
@@ -149,14 +148,9 @@ class Server:
         }
         self._broken, self._spec = "an update did not finish.", None
         with self._updating("take the weights"):
-            if self._loading:
-                self._post("/end_weight_update", {})
-            self._post("/begin_weight_update", {})
-            self._loading = True
             # With data-parallel attention each group answers, all with the reports of every rank.
             reports = json.loads(self._post("/update_weights_from_tensor", update)["message"].split(" | ")[0])
-            self._post("/end_weight_update", {})
-        self._loading, self._spec = False, spec
+        self._spec = spec
         return [LoadReport(**r) for r in reports]
 
     def commit(self, version: int) -> None:

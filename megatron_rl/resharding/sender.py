@@ -18,7 +18,7 @@ from megatron_rl.resharding.timer import Timer
 from megatron_rl.resharding.transport.links import Session
 from megatron_rl.resharding.transport.network import Network, join_network
 from megatron_rl.resharding.transport.slots import Slots
-from megatron_rl.resharding.views import check_tensors, checksum_of, packing
+from megatron_rl.resharding.views import check_tensors, checksum_of, pack, packing
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ class Sender:
         self._sending: dict[int, dist.Work] = {}
         """By slot: what the network still moves out of it."""
         self._addresses: tuple[int, ...] = ()
-        self._packing: dict[tuple[int, int], Callable[[], None]] = {}
+        self._packing: dict[tuple[int, int], list[tuple[Callable[[], None], Tensor]]] = {}
         """By slot and message."""
         self._held = Held()
         """Stays empty without `spec.delta`."""
@@ -64,9 +64,8 @@ class Sender:
                 with timer("wait"):
                     self._serve(session, until=lambda: self._slots.is_free)
                 with handling(message, self._me):
-                    with timer("pack"):
-                        memory = self._pack(tensors, message)
-                    memory, form = self._shorten(message, memory, push, timer)
+                    memory, whole = self._pack(tensors, message, timer)
+                    memory, form = self._shorten(message, memory, whole, push, timer)
                 takers = {engine_name(self._spec, reader) for reader in message.takers}
                 description = {"number": message.number, "plan": message.digest, "version": push.version}
                 self._slots.offer(session, takers, len(memory), content=message.content, **description, **form)
@@ -109,21 +108,23 @@ class Sender:
             check_tensors(tensors, self._layouts, whose=self._me)
             self._addresses, self._packing = addresses, {}
 
-    def _pack(self, tensors: Mapping[str, Tensor], message: Message) -> Tensor:
-        """The filled slot."""
+    def _pack(self, tensors: Mapping[str, Tensor], message: Message, timer: Timer) -> tuple[Tensor, str]:
+        """The filled slot, and its checksum."""
         memory = self._slots.next(message.nbytes)
         key = memory.data_ptr(), message.number
         if key not in self._packing:
             self._packing[key] = packing(memory, message.pieces, tensors)
         if self._spec.delta:
             clear_gaps(memory, message)
-        self._packing[key]()
-        return memory
+        return memory, pack(memory, self._packing[key], timer)
 
-    def _shorten(self, message: Message, memory: Tensor, push: Push, timer: Timer) -> tuple[Tensor, dict[str, Any]]:
-        """What of a filled slot is sent, the message or what changed in it, and how it is announced."""
-        with timer("check"):
-            whole = checksum_of(memory)
+    def _shorten(
+        self, message: Message, memory: Tensor, whole: str, push: Push, timer: Timer
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """What of a filled slot is sent, the message or what changed in it, and how it is announced.
+
+        `whole`: its checksum.
+        """
         changes = None
         if self._spec.delta and not push.compare and message.number not in self._in_full:
             with timer("pack"):

@@ -11,8 +11,11 @@ from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.layouts.fp8 import DTYPE
 from megatron_rl.resharding.messages import Piece, scales_of
+from megatron_rl.resharding.timer import Timer
 
 DIFFERENCES_SHOWN = 8
+STEP_BYTES = 1 << 20
+"""Of a message, that a CPU packs at once: still in its nearest caches when the checksum is taken."""
 
 
 def copy_view(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -35,19 +38,36 @@ def tensor_views(tensors: Mapping[str, Tensor], pieces: Iterable[Piece]) -> list
     return [copy_view(tensors[p.tensor], p.offset, p.shape) for p in pieces]
 
 
-def packing(memory: Tensor, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-    """What fills a message that lies in `memory` from a rank's tensors: copies, casts, makes FP8 with its scales."""
+def packing(
+    memory: Tensor, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]
+) -> list[tuple[Callable[[], None], Tensor]]:
+    """Steps that fill a message that lies in `memory` from a rank's tensors, each with the part that it fills.
+
+    They copy, cast, and make FP8 with its scales.
+    """
+    step_bytes = len(memory) if memory.is_cuda else STEP_BYTES
+    steps, first = [], 0
+    for i, end in enumerate([*(piece.at for piece in pieces[1:]), len(memory)], start=1):
+        if end - pieces[first].at >= step_bytes or i == len(pieces):
+            steps.append((_filling(memory, pieces[first:i], tensors), memory[pieces[first].at : end]))
+            first = i
+    return steps
+
+
+def _filling(memory: Tensor, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> Callable[[], None]:
     copied = [p for p in pieces if p.dtype != DTYPE]
     quantized = [p for p in pieces if p.dtype == DTYPE]
     copy = prepare(copy_boxes, message_views(memory, copied), tensor_views(tensors, copied))
+    if not quantized:
+        return copy
     slots = message_views(memory, quantized), message_views(memory, map(scales_of, quantized))
     quantize = prepare(quantize_boxes, *slots, [[view] for view in tensor_views(tensors, quantized)])
 
-    def pack() -> None:
+    def fill() -> None:
         copy()
         quantize()
 
-    return pack
+    return fill
 
 
 def checksum_of(memory: Tensor) -> str:
@@ -59,6 +79,21 @@ def checksum_of(memory: Tensor) -> str:
     if memory.is_cuda:
         return checksum_boxes([memory])[0]
     return xxhash.xxh3_128_hexdigest(memory.numpy())
+
+
+def pack(memory: Tensor, steps: Iterable[tuple[Callable[[], None], Tensor]], timer: Timer) -> str:
+    """Take the steps that `packing` made. Returns: `checksum_of(memory)`; a CPU takes it part by part."""
+    digest = xxhash.xxh3_128()
+    for fill, part in steps:
+        with timer("pack"):
+            fill()
+        if not memory.is_cuda:
+            with timer("check"):
+                digest.update(part.numpy())
+    if not memory.is_cuda:
+        return digest.hexdigest()
+    with timer("check"):
+        return checksum_of(memory)
 
 
 def check_tensors(tensors: Mapping[str, Tensor], layouts: Sequence[TensorLayout], *, whose: str) -> None:

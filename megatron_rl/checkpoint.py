@@ -100,8 +100,8 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             raise BackendError(
                 f"The checkpoint of step {step} could not be written below {self.directory}, where {free_mb:.1f} MB "
-                f"were free: {str(error).rstrip('.')}. Earlier checkpoints are untouched. Free space there (or lower "
-                "checkpoint.keep) and start the same command again: it resumes."
+                f"were free: {str(error).rstrip('.')}. Earlier checkpoints are untouched. Free space there or make it "
+                "writable (or lower checkpoint.keep), and start the same command again: it resumes."
             ) from error
         kept = {path for _, path in complete(self.directory)[-self.keep :]}
         for path in self.directory.iterdir():

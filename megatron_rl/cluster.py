@@ -62,7 +62,7 @@ def start(*, address: str | None, cpus: int) -> None:
     # A thread that still waits when `stop` has ended Ray would start another, and wait in it.
     ray._private.auto_init_hook.enable_auto_connect = False
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    on_sigterm = signal.getsignal(signal.SIGTERM)
+    on_sigterm, before = signal.getsignal(signal.SIGTERM), _children()
     try:
         if address is None:
             # "local": without an address Ray would join whatever RAY_ADDRESS or an earlier `ray start` left here.
@@ -83,6 +83,14 @@ def start(*, address: str | None, cpus: int) -> None:
         raise BackendError(_no_cluster(address, " ".join(str(error).split()))) from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts one of its own there, which exits without a word
+        if not _guards:  # of what was started until then, agents would take a minute to end
+            for process in _children() - before:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 def _no_cluster(address: str | None, cause: str) -> str:

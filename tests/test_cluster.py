@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -178,3 +179,32 @@ def test_that_ray_ends_the_program_with_its_raylet_is_said() -> None:
 
     assert done.returncode == 1, done
     assert "failed: the program was killed, by" in done.stderr and "Resume with the same command" in done.stderr
+
+
+INTERRUPTED = """
+import os, signal, threading, time, psutil
+from megatron_rl import cluster
+
+def interrupt():
+    while not (found := [c for p in psutil.Process().children() if p.name() == "raylet" for c in p.children()]):
+        time.sleep(0.01)
+    print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=interrupt, daemon=True).start()
+cluster.start(address=None, cpus=1)
+print("started")
+"""
+
+
+def test_a_start_that_is_interrupted_leaves_no_process() -> None:
+    """Ray's agents would look for their raylet for a minute."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+
+    assert done.returncode and "started" not in done.stdout, done
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) >= 3, done  # GCS server, raylet, and an agent
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)

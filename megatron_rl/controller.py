@@ -46,7 +46,7 @@ def train(config: Config, parts: Parts) -> None:
             with m.time("reward"):
                 samples = p.reward(samples, prompts, step=step)
             m.log_samples(samples)
-            kept = p.recipe.keep(samples)  # DAPO drops groups that carry no signal
+            kept = p.recipe.keep(samples)  # whole groups may be dropped here; GRPO drops none
             batch = p.pack(kept, mini_batches=config.algorithm.mini_batches)
             with m.time("logprobs"):
                 batch = p.trainer.logprobs(batch)  # old policy and frozen reference, when the recipe needs them

@@ -140,6 +140,9 @@ def write_unit(unit: Unit) -> None:
                 if place.file not in opened:
                     opened[place.file] = os.open(unit.partial / WHOLE / place.file, os.O_WRONLY)
                 hashes[tensor.name] = _write(reader, tensor, unit.places, opened[place.file])
+        for fd in opened.values():
+            # Begins to write to the disk, and drops what is there: memory that is warm serves the next unit.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         write_record(unit.record, hashes)
     except OSError as error:
         raise BackendError(

@@ -103,6 +103,9 @@ class Machines:
         if self.is_on(name):
             self._first[name].kill()
         wait_for(lambda: not self.is_on(name), what=f"{name} is off")
+        if name != LOGIN and self.is_on(LOGIN):  # the kernel takes its time
+            with contextlib.suppress(subprocess.CalledProcessError):  # it has taken it
+                self._network("delete", f"to-{name}")
 
     def stop(self) -> None:
         """Switch all off."""

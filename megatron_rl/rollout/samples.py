@@ -94,6 +94,7 @@ def read_samples(path: Path) -> Iterator[tuple[int, list[Sample]]]:
             if records and record["step"] != records[0]["step"]:
                 yield records[0]["step"], _samples(records)
                 records = []
+            _check_numbers(record)
             records.append({key: record[key] for key in _KEPT})
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -107,6 +108,17 @@ def read_samples(path: Path) -> Iterator[tuple[int, list[Sample]]]:
 _KEPT = (
     "step", "group", "prompt_id", "reward", "version", "finish", "prompt_tokens", "response_tokens", "logprobs",
 )  # fmt: skip
+
+
+def _check_numbers(record: dict[str, Any]) -> None:
+    """What no run records, and training would not stop at. Raises: ValueError."""
+    logprobs, tokens = record["logprobs"], record["response_tokens"]
+    if len(logprobs) != len(tokens):
+        raise ValueError(f"{len(logprobs)} log-probabilities of {len(tokens)} response tokens")
+    # in double precision, where null is NaN and 1e39, infinite as float32, is larger than any of that
+    values = np.array([record["reward"], *logprobs], dtype=np.float64)
+    if not (abs(values) <= np.finfo(np.float32).max).all():
+        raise ValueError("a reward or a log-probability that is no finite number")
 
 
 def _lines(path: Path) -> Iterator[str]:

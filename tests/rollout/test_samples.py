@@ -85,6 +85,31 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path) -> None:
         list(read_samples(path))
 
 
+@pytest.mark.parametrize(
+    ("sound", "broken"),
+    [
+        ("[-12.345678]", "[NaN]"),
+        ("[-12.345678]", "[-Infinity]"),
+        ("[-12.345678]", "[null]"),
+        ("[-12.345678]", "[-1e39]"),
+        ("[-12.345678]", "[]"),
+        ("[-12.345678]", "[-1.0, -1.0]"),
+        ('"reward": 0.25', '"reward": NaN'),
+        ('"reward": 0.25', '"reward": null'),
+    ],
+)
+def test_a_number_that_no_run_records_is_refused_with_its_line(tmp_path: Path, sound: str, broken: str) -> None:
+    """Training on it goes on: the metrics of the step are null, and its update is not what the samples are worth."""
+    path = tmp_path / "samples.jsonl"
+    write(path, step=1)
+    text = path.read_text()
+    assert text.count(sound) == 1
+    path.write_text(text.replace(sound, broken))
+
+    with pytest.raises(DataError, match=r"line 2 is not a recorded sample.*(finite number|of 1 response tokens)"):
+        list(read_samples(path))
+
+
 def test_every_sample_has_a_seed_of_its_own_that_sglang_accepts() -> None:
     seeds = {sample_seed(s, g, i) for s in range(4) for g in range(16) for i in range(8)}
 

@@ -50,6 +50,7 @@ class Run:
 
     def __init__(self, arguments: Sequence[str], output: Path):
         self._mark, self._output = uuid.uuid4().hex, output
+        self._cpu_s = 0.0
         self._seen: set[psutil.Process] = set()
         self._looked_at: set[int] = set()
         """Pids; one that is used again belongs to a descendant, or to nobody of this run."""
@@ -77,7 +78,7 @@ class Run:
             if time.monotonic() > look:  # a process that has set its title has lost its mark
                 self.processes()
                 look = time.monotonic() + 0.5
-            assert self.process.poll() is None, f"the run ended before {what}:\n{self.text()}"
+            assert not self.over(), f"the run ended before {what}:\n{self.text()}"
             assert time.monotonic() < deadline, f"not within {DEADLINE_S:.0f} s: {what}\n{self.text()}"
             time.sleep(0.005)
 
@@ -121,14 +122,19 @@ class Run:
         else:
             self.process.send_signal(number)
 
-    def end(self) -> Ended:
-        """Wait until it is over, and until its last process is gone or `GONE_S` passed; what is left then is killed."""
-        deadline = time.monotonic() + DEADLINE_S
-        while self.process.returncode is None:
+    def over(self) -> bool:
+        """Whether it has ended; the look that finds it so keeps its exit code and what it used."""
+        if self.process.returncode is None:
             pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
             if pid:
                 self.process.returncode = os.waitstatus_to_exitcode(status)
-                break
+                self._cpu_s = usage.ru_utime + usage.ru_stime
+        return self.process.returncode is not None
+
+    def end(self) -> Ended:
+        """Wait until it is over, and until its last process is gone or `GONE_S` passed; what is left then is killed."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.over():
             self.processes()
             if time.monotonic() > deadline:
                 text = self.text()
@@ -140,7 +146,7 @@ class Run:
             time.sleep(0.1)
         names = describe(left)
         self.abandon()
-        return Ended(self.process.returncode, self.text(), usage.ru_utime + usage.ru_stime, names)
+        return Ended(self.process.returncode, self.text(), self._cpu_s, names)
 
     def abandon(self) -> None:
         """Kill whatever lives."""

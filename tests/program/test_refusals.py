@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.program.conftest import World
-from tests.program.program import REFUSED, finish
+from tests.program.program import DONE, REFUSED, finish, running
 
 LIMIT_S = 5.0
 """README's promise for a config. Counted in processor time: a busy machine is not the program's fault."""
@@ -40,6 +40,17 @@ def test_a_config_that_cannot_work_is_refused_within_five_seconds(
     assert "starting" not in ended.text
     assert ended.cpu_s < LIMIT_S
     assert not (world.runs / "refused").exists()
+
+
+def test_a_run_that_somebody_saw_end_can_still_be_asked_how(tmp_path: Path) -> None:
+    """A signal to it looks first whether it lives, for example."""
+    with running(["--help"], tmp_path / "help.out") as run:
+        assert run.process.wait() == DONE
+
+        ended = run.end()
+
+    assert (ended.code, ended.left_behind) == (DONE, ())
+    assert ended.text.startswith("usage: ")
 
 
 def test_a_model_directory_without_weights_is_refused(world: World, ends_as: Check, tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -7,7 +8,9 @@ import pytest
 from megatron_rl.errors import BackendError, ConfigError, DataError
 from megatron_rl.rewards import REWARDS, load_reward
 from megatron_rl.rewards.exact import exact
-from megatron_rl.rewards.math_answer import _Judge, math_answer
+from megatron_rl.rewards.judge import Judge
+from megatron_rl.rewards.math_answer import math_answer
+from megatron_rl.rewards.verifier import verifier
 from megatron_rl.types import Prompt
 
 
@@ -57,7 +60,7 @@ def test_math_survives_newlines_and_braces_in_a_response():
 
 
 def test_a_judge_that_hangs_is_killed_scored_zero_and_replaced():
-    judge = _Judge(timeout_s=0.3)
+    judge = Judge("math_judge.py", timeout_s=0.3)
     assert judge.ask("1/2", "0.5") == 1.0
     first = judge.process
     subprocess.run(["kill", "-STOP", str(first.pid)], check=True)
@@ -71,10 +74,10 @@ def test_a_judge_that_hangs_is_killed_scored_zero_and_replaced():
 
 
 def test_a_judge_that_died_is_replaced():
-    judge = _Judge(timeout_s=15.0)
+    judge = Judge("math_judge.py", timeout_s=15.0)
     judge.ask("1", "2")
     judge.process.kill()
-    judge.process.wait()
+    os.waitid(os.P_PID, judge.process.pid, os.WEXITED | os.WNOWAIT)  # nobody but the judge's owner asks for its end
     assert judge.ask("1", "$1$") is None
     assert judge.ask("1", "$1$") == 1.0
     judge.stop()
@@ -82,12 +85,12 @@ def test_a_judge_that_died_is_replaced():
 
 def test_a_judge_that_cannot_start_is_an_error_and_not_a_zero(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(BackendError, match=r"no answer .* run it by hand"):
+    with pytest.raises(BackendError, match=r"not ready .* run it by hand"):
         math_answer()("1", prompt("1"))
 
 
 def test_a_judge_ends_with_its_owner():
-    judge = _Judge(timeout_s=15.0)
+    judge = Judge("math_judge.py", timeout_s=15.0)
     judge.ask("1", "2")
     process = judge.process
     process.stdin.close()
@@ -124,6 +127,17 @@ def test_verifier_scores_zero_where_the_library_cannot_parse():
     p = prompt(entry["answer"], task="prime_factorization", task_options={}, entry=entry)
     assert load_reward("verifier")("garbage", p) == 0.0
     assert load_reward("verifier")(entry["answer"], p) == 1.0
+
+
+def test_a_response_that_its_verifier_would_compute_for_ever_scores_zero_and_the_next_is_judged():
+    import reasoning_gym
+
+    entry = reasoning_gym.create_dataset("countdown", size=1, seed=0)[0]
+    p = prompt(entry["answer"], task="countdown", task_options={}, entry=entry)
+    reward = verifier(timeout_s=1.0)
+
+    assert reward("9**9**9**9", p) == 0.0
+    assert reward(entry["answer"], p) == 1.0
 
 
 def test_verifier_refuses_a_prompt_that_no_task_generated():

@@ -26,11 +26,17 @@ def test_exact_ignores_white_space_around_the_answer_and_nothing_else():
 
 
 @pytest.mark.parametrize("threshold", [None, 0.5])
-@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), None, "1"])
 def test_a_score_that_is_no_number_is_refused_with_prompt_and_response(monkeypatch, score, threshold):
     monkeypatch.setitem(REWARDS, "odd", lambda: lambda response, prompt: score)
     with pytest.raises(DataError, match=rf"reward.name=odd gave {score} to response '4 2' of prompt p0: .*Mend"):
         load_reward("odd", threshold=threshold)("4 2", prompt("a"))
+
+
+def test_a_reward_that_raises_is_named_with_prompt_response_and_place(monkeypatch):
+    monkeypatch.setitem(REWARDS, "odd", lambda: lambda response, prompt: float(prompt.metadata["level"]))
+    with pytest.raises(DataError, match=r"odd could not judge response '42' of prompt p0: KeyError: 'level' \("):
+        load_reward("odd")("42", prompt("a"))
 
 
 def test_a_prompt_without_an_answer_is_refused_by_the_rewards_that_compare():

@@ -186,7 +186,7 @@ class ServerProcess:
             )
 
     def _who_is_gone(self) -> str:
-        return f"{' and '.join(self._gone)} is gone. " if self._gone else ""
+        return f"{' and '.join(self._gone)} is gone." if self._gone else ""
 
     @property
     def log_bytes(self) -> int:
@@ -201,7 +201,8 @@ class ServerProcess:
         """What ended first, what the server itself said went wrong after `since` bytes of its log, and where it is."""
         self._broken.wait(EXIT_S)
         ended = f"It ended with exit code {self._exit_code}. " if self._ended.is_set() else ""
-        return f"{self._who_is_gone()}{server_error(self._log(since))}\n{ended}Its log is {self.settings.log_path}."
+        said = " ".join(filter(None, [self._who_is_gone(), server_error(self._log(since))]))
+        return f"{said}\n{ended}Its log is {self.settings.log_path}."
 
     def stop(self) -> None:
         """End the server and every process of its group.

@@ -175,12 +175,13 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 def longest_prompt(config: Config, *, context: int) -> int:
     """Prompt tokens that leave room for an answer in the model's context, a micro-batch and the engine's cache."""
-    room = [context]
+    answer = config.sampling.max_tokens
+    longest = context - answer
     if config.mode != "rollout_only":
-        room.append(config.trainer.tokens_per_micro_batch * config.parallel.cp)
+        longest = min(longest, config.trainer.tokens_per_micro_batch * config.parallel.cp - answer)
     if config.mode in ("train", "rollout_only"):
-        room.append(config.rollout.max_total_tokens)
-    return min(room) - config.sampling.max_tokens
+        longest = min(longest, config.rollout.longest_prompt(context, answer))
+    return longest
 
 
 def longest_demonstration(config: Config, *, context: int) -> int | None:

@@ -320,6 +320,14 @@ class RolloutConfig:
         for name in ("engines", "tp", "ep", "dp_attention", "max_total_tokens", "max_running_requests"):
             _at_least(f"rollout.{name}", getattr(self, name), 1)
 
+    def longest_prompt(self, context: int, max_tokens: int) -> int:
+        """Tokens of a prompt to which an engine gives an answer of `max_tokens` whole.
+
+        SGLang 0.5.23 refuses a prompt up to 6 tokens below context and cache, and of the answer to a shorter one keeps
+        2 back, without a word (TpModelWorker.get_worker_info, Scheduler.init_req_max_new_tokens).
+        """
+        return min(context, self.max_total_tokens) - max(max_tokens + 2, 7)
+
 
 @dataclass
 class WeightsConfig:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.checks import check, longest_demonstration
+from megatron_rl.checks import check, longest_demonstration, longest_prompt
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import ConfigError
 from tests.tiny import TINY
@@ -124,6 +124,22 @@ def test_a_demonstration_fits_context_and_micro_batch_where_there_are_any(
 
 
 SFT = ["name=x", "steps=5", "model=hf", "data.source=jsonl", "data.path=x.jsonl", "sft.lr=1e-5"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "longest"),
+    [
+        (["mode=train_only", "samples=x"], 1024 - 8),
+        ([], 1024 - 10),
+        (["sampling.max_tokens=1"], 1024 - 7),
+        (["rollout.max_total_tokens=300"], 300 - 10),
+        (["trainer.tokens_per_micro_batch=200"], 200 - 8),
+    ],
+)
+def test_the_longest_prompt_leaves_what_the_engine_keeps_for_itself(overrides: list[str], longest: int) -> None:
+    some = demo("sampling.max_tokens=8", "trainer.tokens_per_micro_batch=4096", *overrides)
+
+    assert longest_prompt(some, context=1024) == longest
 
 
 def test_supervised_training_asks_for_nothing_that_it_does_not_read(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Fleet:
         `logs`/engine-i.actor.log; its part j on another node to `logs`/engine-i-part-j.log.
         """
         self._rollout, self._sampling, self._logs = rollout, sampling, logs
-        self._context_length = min(context_length, rollout.max_total_tokens)
+        self._longest_prompt = rollout.longest_prompt(context_length, sampling.max_tokens)
         self._version = 0
         places = pool.nodes()
         parts = len(places) // rollout.engines
@@ -127,12 +127,11 @@ class Fleet:
             ray.kill(process)
 
     def _check_length(self, prompt: Prompt) -> None:
-        length, limit = len(prompt.tokens), self._context_length
-        if length + self._sampling.max_tokens > limit:
+        if len(prompt.tokens) > self._longest_prompt:
             raise DataError(
-                f"Prompt {prompt.id} has {length} tokens; with sampling.max_tokens={self._sampling.max_tokens} that is "
-                f"more than the {limit} of the model's context and rollout.max_total_tokens. Shorten it, or lower "
-                "sampling.max_tokens."
+                f"Prompt {prompt.id} has {len(prompt.tokens)} tokens; beside sampling.max_tokens="
+                f"{self._sampling.max_tokens} the model's context and rollout.max_total_tokens have room for "
+                f"{self._longest_prompt}. Shorten it, or lower sampling.max_tokens."
             )
 
     def _shares(

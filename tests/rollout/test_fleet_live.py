@@ -97,10 +97,20 @@ def test_both_engines_work_and_none_has_more_than_it_can_run(setting: Setting) -
 
 
 def test_a_prompt_without_room_for_an_answer_is_refused_before_sending(setting: Setting) -> None:
-    long = Prompt(id="long", text="", tokens=(5,) * 1020, answer="")
+    long = Prompt(id="long", text="", tokens=(5,) * 1015, answer="")
 
-    with pytest.raises(DataError, match="Prompt long has 1020 tokens.*max_tokens=8.*1024"):
+    with pytest.raises(DataError, match="Prompt long has 1015 tokens.*max_tokens=8.*room for 1014"):
         setting.fleet.generate([long], samples_per_prompt=1, seed=0)
+
+
+def test_the_longest_prompt_gets_all_of_its_answer(setting: Setting) -> None:
+    """Of the context SGLang keeps two tokens from an answer, which it cuts short without a word."""
+    longest = Prompt(id="longest", text="", tokens=(5,) * 1014, answer="")
+
+    samples = setting.fleet.generate([longest], samples_per_prompt=8, seed=0)
+
+    assert "length" in {s.finish for s in samples}
+    assert all(s.response_tokens == 8 for s in samples if s.finish == "length")
 
 
 def test_scored_samples_are_recorded_and_replayed(setting: Setting) -> None:

@@ -173,9 +173,11 @@ def gather(
     timeout_s: float,
     logs: Path | None = None,
     watched: Mapping[str, Any] = MappingProxyType({}),
+    late: str = "if there was still work, with a longer trainer.*_timeout_s or rollout.*_timeout_s",
 ) -> list[Any]:
     """Results of `calls` (process name -> reference), in order; the first failure ends the wait.
 
+    late: the mend where `timeout_s` passes.
     watched: calls that go on while their processes are well. One that fails ends the wait too, and is what counts.
     Raises: the call's own error if it is one of ours; BackendError naming the process when it died, failed otherwise,
     or when `timeout_s` passes. `logs` is the directory of <process name>.log files, whose tail is quoted.
@@ -190,7 +192,7 @@ def gather(
             names = ", ".join(sorted(waiting.values()))
             raise BackendError(
                 f"{what}: no answer from {names} within {timeout_s:.0f} s. See {logs or 'its log'}. Resume with the "
-                "same command; if there was still work, with a longer trainer.*_timeout_s or rollout.*_timeout_s."
+                f"same command; {late}."
             )
         if not done:
             break

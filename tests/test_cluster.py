@@ -55,11 +55,11 @@ def test_an_address_that_ray_does_not_understand_is_refused_with_the_mend() -> N
         cluster.start(address="here", cpus=1)
 
 
-def call(pool: pools.Pool, logs: Path, orders: list[str], *, timeout_s: float = 30.0) -> list[str]:
+def call(pool: pools.Pool, logs: Path, orders: list[str], *, timeout_s: float = 30.0, late: str = "wait") -> list[str]:
     actors = [pool.spawn(Process, index=i, log=logs / f"trainer-{i}.log") for i in range(len(orders))]
     calls = {f"trainer-{i}": a.do.remote(order) for i, (a, order) in enumerate(zip(actors, orders, strict=True))}
     try:
-        return cluster.gather(calls, what="Step 3", timeout_s=timeout_s, logs=logs)
+        return cluster.gather(calls, what="Step 3", timeout_s=timeout_s, logs=logs, late=late)
     finally:
         for actor in actors:  # the pool has one place for each
             ray.kill(actor)
@@ -125,8 +125,8 @@ def test_who_has_not_ended_is_known_whether_others_failed_or_not(pool: pools.Poo
 
 
 def test_no_answer_in_time_names_who_is_missing(pool: pools.Pool, tmp_path: Path) -> None:
-    with pytest.raises(BackendError, match="no answer from trainer-0 within 5 s.*Resume"):
-        call(pool, tmp_path, ["sleep", "b"], timeout_s=5.0)
+    with pytest.raises(BackendError, match="no answer from trainer-0 within 5 s.*Resume.*; look at b"):
+        call(pool, tmp_path, ["sleep", "b"], timeout_s=5.0, late="look at b")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megatron_rl.types import Prompt, Rollouts, Sample
 
 TIMEOUT_S = 1800.0
 NAME = "scorer"
+_LATE = "a reward function that hangs on a response needs a time limit of its own, or it hangs there again"
 
 
 class Scorer:
@@ -68,7 +69,7 @@ class Scoring:
 
     def _call(self, method: str, *args: Any, what: str) -> Any:
         calls = {NAME: getattr(self._scorer, method).remote(*args)}
-        return gather(calls, what=what, timeout_s=TIMEOUT_S, logs=self._logs)[0]
+        return gather(calls, what=what, timeout_s=TIMEOUT_S, logs=self._logs, late=_LATE)[0]
 
 
 def _fetch(references: Sequence[Any]) -> list[Rollouts]:

@@ -85,7 +85,7 @@ def test_a_server_whose_detokenizer_is_killed_ends_and_is_reported_with_its_log(
         long = Request(((5, 6, 7),) * 8, 1, tuple(range(8)), max_tokens=900, temperature=1.0)
 
         with pytest.raises(
-            BackendError, match=r"(?s)ended during /generate: sglang::detokenizer is gone\. .*exit code -9.*\.log"
+            BackendError, match=r"(?s)ended during /generate: sglang::detokenizer is gone\.\s.*exit code -9.*\.log"
         ):
             for _ in range(50):
                 server.generate(long)

@@ -82,7 +82,7 @@ def test_what_ends_first_is_named_and_errors_from_before_a_call_are_not(tmp_path
         output.write("ValueError: this one\n")
     first, second = server.children()
     second.kill()
-    with pytest.raises(BackendError, match=r"engine-0 ended: sglang::scheduler_TP1 1000 is gone\. "):
+    with pytest.raises(BackendError, match=r"engine-0 ended: sglang::scheduler_TP1 1000 is gone\.\s"):
         server.watch()
     first.kill()
 

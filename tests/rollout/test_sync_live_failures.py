@@ -90,7 +90,7 @@ def test_a_scheduler_that_is_killed_in_the_middle_of_a_push_ends_it_soon_for_all
         sync.push(version=41)
 
     assert time.monotonic() - begin < SOON_S
-    said = r"(?s)engine-twin did not take the weights: .*: sglang::scheduler_TP1 is gone\. .*engine-twin\.log"
+    said = r"(?s)engine-twin did not take the weights: .*: sglang::scheduler_TP1 is gone\.\s.*engine-twin\.log"
     assert re.match(said, str(raised.value)), str(raised.value)
     told = sync._running["trainer-0"].exception()
     assert str(told).startswith("engine 0 rank 1 ended in the middle of a weight update; its log says why.")

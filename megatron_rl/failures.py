@@ -66,4 +66,6 @@ def _tail(name: str, logs: Path | None) -> str:
     if path is None or not path.exists():
         return ""
     lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    if not lines:
+        return f"{path} is empty. "
     return f"The end of {path}:\n" + "\n".join(f"    {line}" for line in lines) + "\n"

@@ -70,7 +70,9 @@ class ServerProcess:
             try:
                 self._start(port)
                 self._wait_until_healthy()
-                threading.Thread(target=self._look_after, name=f"{settings.name}-processes", daemon=True).start()
+                watched = self._open_processes()  # by this thread: one that ends after the start is told of
+                name = f"{settings.name}-processes"
+                threading.Thread(target=self._look_after, args=(watched,), name=name, daemon=True).start()
                 return
             except BackendError:
                 self.stop()
@@ -153,14 +155,19 @@ class ServerProcess:
                 f"{self.settings.name} runs without megatron_rl's plugin, so it takes no weights: {self.error_text()}"
             )
 
-    def _look_after(self) -> None:
-        """End the server after the first of its processes that is gone: for its detokenizer it would wait for ever."""
-        names, poll = dict[int, str](), select.poll()
+    def _open_processes(self) -> dict[int, str]:
+        """Descriptors of the server ("") and of its own processes, with their names."""
+        names = dict[int, str]()
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it ends just now
             names[os.pidfd_open(self.pid)] = ""
             for process in psutil.Process(self.pid).children(recursive=True):
                 if (name := " ".join(process.cmdline()).strip()).startswith("sglang::"):
                     names[os.pidfd_open(process.pid)] = name
+        return names
+
+    def _look_after(self, names: dict[int, str]) -> None:
+        """End the server after the first of its processes that is gone: for its detokenizer it would wait for ever."""
+        poll = select.poll()
         for descriptor in names:
             poll.register(descriptor, select.POLLIN)
         # The kernel tells at once, and so which was first: the others follow within milliseconds.

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import re
 import select
 import shutil
 import signal
@@ -21,6 +20,7 @@ import requests
 from megatron_rl.errors import BackendError
 from megatron_rl.rollout.launch import end_group
 from megatron_rl.rollout.options import ServerSettings, command
+from megatron_rl.rollout.server_log import NO_PLUGIN, PORT_TAKEN, server_error, server_errors
 from megatron_rl.rollout.sglang_cpu.settings import STUBS, cpu_environment
 
 PLUGIN_SITE = Path(__file__).parent / "plugin_site"
@@ -34,13 +34,6 @@ START_ATTEMPTS = 3
 """A free port may be taken by another process before the server binds it. Parts of a server start together or not."""
 PORTS = 12_000
 """Just below those that the system hands out: among so many, two servers hardly look at the same one."""
-LOG_TAIL_LINES = 15
-_ERROR_LINE = re.compile(
-    r"^(?:\[[^\]]*\] )?(?:.*: )?((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit): .+|ERROR: .+"
-    r"|error: argument .+)"  # of argparse, after a page of usage
-)
-_PORT_TAKEN = re.compile(r"address already in use|Port \d+ is already in use|port .* not available", re.IGNORECASE)
-_NO_PLUGIN = re.compile(r"Failed to (?:load|execute) (?:general )?plugin:? megatron_rl")
 
 
 class ServerProcess:
@@ -76,7 +69,7 @@ class ServerProcess:
                 return
             except BackendError:
                 self.stop()
-                taken = _PORT_TAKEN.search(self._log())
+                taken = PORT_TAKEN.search(self._log())
                 if not taken or attempt == attempts:
                     raise
             except BaseException:  # an interrupt, or a log file that cannot be opened
@@ -138,7 +131,7 @@ class ServerProcess:
         http.trust_env = False
         while time.monotonic() < deadline:
             # Without its port a server does not end, and whoever has the port may answer in its place.
-            if self._ended.is_set() or _PORT_TAKEN.search(self._log()):
+            if self._ended.is_set() or PORT_TAKEN.search(self._log()):
                 raise BackendError(f"{self.settings.title} did not start: {self.error_text()}")
             with contextlib.suppress(requests.RequestException):
                 if http.get(f"{self.url}/health", timeout=2).status_code == requests.codes.ok:
@@ -150,7 +143,7 @@ class ServerProcess:
                 f"{self.settings.title} was not healthy within rollout.start_timeout_s={limit:.0f}: "
                 f"{self.error_text()} Raise the timeout if it was still loading."
             )
-        if _NO_PLUGIN.search(self._log()):
+        if NO_PLUGIN.search(self._log()):
             raise BackendError(
                 f"{self.settings.name} runs without megatron_rl's plugin, so it takes no weights: {self.error_text()}"
             )
@@ -225,17 +218,6 @@ class ServerProcess:
             self._ended.wait()
             end_group(self.pid)
         shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-def server_errors(log: str) -> list[str]:
-    """The last lines of a server's log that name its errors, each once."""
-    errors = [m.group(1) for line in log.splitlines() if (m := _ERROR_LINE.match(line))]
-    return list(dict.fromkeys(errors))[-3:]
-
-
-def server_error(log: str) -> str:
-    """The errors of a server's log; else its last lines."""
-    return "\n".join(server_errors(log) or log.splitlines()[-LOG_TAIL_LINES:])
 
 
 def _remove_leftovers() -> None:

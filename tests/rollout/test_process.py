@@ -13,7 +13,8 @@ import pytest
 
 from megatron_rl.errors import BackendError
 from megatron_rl.rollout.options import ServerSettings
-from megatron_rl.rollout.process import START_ATTEMPTS, ServerProcess, free_ports, server_error
+from megatron_rl.rollout.process import START_ATTEMPTS, ServerProcess, free_ports
+from megatron_rl.rollout.server_log import server_error
 
 
 def test_the_error_of_a_traceback_is_found_among_other_lines() -> None:

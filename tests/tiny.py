@@ -248,3 +248,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     for path in sorted((Path(__file__).parent / "published").glob("*.json"))
 }
 """config.json of published models, every key of the architecture."""
+
+
+def norm_latents_as_configured(model: Any) -> None:
+    """transformers norms latents with 1e-6 whatever config.json says, SGLang and the trainer with what it says."""
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = model.config.rms_norm_eps

@@ -14,7 +14,7 @@ import torch
 from megatron_rl.models.random_checkpoint import write_random_checkpoint
 from megatron_rl.rollout.options import ServerSettings
 from megatron_rl.rollout.server import Request, Server
-from tests.tiny import CHARACTERS, TINY
+from tests.tiny import CHARACTERS, TINY, norm_latents_as_configured
 
 START_TIMEOUT_S = 500.0
 """20 s on an idle machine; test machines may be busy."""
@@ -52,6 +52,7 @@ def assert_greedy_text_is_that_of_transformers(server: Server, path: Path) -> No
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    norm_latents_as_configured(model)
     # The longer prompts reach beyond the positions that the scaled models of tests/tiny.py know without scaling.
     prompts = tuple(tuple(3 + (7 * i + 11 * j) % 50 for j in range(length)) for i, length in enumerate((4, 40, 90)))
 

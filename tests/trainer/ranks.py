@@ -1,5 +1,6 @@
 """Runs a function on several real ranks at once: forked from this process, which has imported torch and megatron."""
 
+import faulthandler
 import os
 import pickle
 import select
@@ -22,7 +23,7 @@ def run_ranks(
 
     Raises: what the first failing rank raised, or TimeoutError; no process is left.
     """
-    children = [_fork(function, rank, args) for rank in range(world_size)]
+    children = [_fork(function, rank, args, timeout_s) for rank in range(world_size)]
     results: dict[int, Any] = {}
     buffers: dict[int, bytes] = dict.fromkeys(range(world_size), b"")
     deadline = time.monotonic() + timeout_s
@@ -54,12 +55,13 @@ def run_ranks(
     return [results[rank] for rank in range(world_size)]
 
 
-def _fork(function: Callable[..., Any], rank: int, args: Sequence[Any]) -> tuple[int, int]:
+def _fork(function: Callable[..., Any], rank: int, args: Sequence[Any], timeout_s: float) -> tuple[int, int]:
     read, write = os.pipe()
     pid = os.fork()
     if pid:
         os.close(write)
         return pid, read
+    faulthandler.dump_traceback_later(0.9 * timeout_s, file=sys.__stderr__)  # where it waits
     torch.set_num_threads(1)  # OpenMP's threads were not forked: the first sum over them would wait for ever
     try:
         answer = (True, function(rank, *args))

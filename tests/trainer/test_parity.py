@@ -15,7 +15,7 @@ from megatron_rl.resharding.views import copy_view
 from megatron_rl.trainer import step
 from megatron_rl.trainer.rank_batch import micro_batches, split
 from megatron_rl.types import Rollouts
-from tests.tiny import CHARACTERS, GRID, TINY
+from tests.tiny import CHARACTERS, GRID, TINY, norm_latents_as_configured
 from tests.trainer.ranks import run_ranks
 from tests.trainer.setup import gradients_of, make_batch, make_config, make_rollouts, start
 
@@ -210,10 +210,7 @@ def test_one_rank_has_the_logits_and_gradients_of_transformers(one_rank: Any) ->
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    for name, module in model.named_modules():
-        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
-            # transformers norms latents with 1e-6 whatever config.json says, SGLang and the trainer with what it says.
-            module.variance_epsilon = model.config.rms_norm_eps
+    norm_latents_as_configured(model)
     rollouts = rollouts_from_one()
     advantages = make_batch(rollouts, ()).advantages
     expected, loss, total = [], 0.0, 0

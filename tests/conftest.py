@@ -1,5 +1,6 @@
 """Which tests run, and which share a process when several run side by side."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 PACKAGES = ("program", "rollout")
 """Their tests share servers and finished runs. They take longest, so they come first."""
+
+# torch asks the DNS who both ends of a connection are: without a server that answers, each time for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

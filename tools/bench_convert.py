@@ -181,6 +181,8 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=8.0)
     parser.add_argument("--directory", type=Path, default=None, help="for the files; default: a temporary one")
     asked = parser.parse_args()
+    if asked.directory and not asked.directory.is_dir():
+        parser.error(f"--directory {asked.directory} does not exist. Create it, on the disk to be measured.")
     with tempfile.TemporaryDirectory(dir=asked.directory) as work:
         run(Path(work), asked.gb)
 

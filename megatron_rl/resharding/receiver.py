@@ -157,7 +157,8 @@ class Receiver:
                     if self._is_fetched(message):
                         self._fetch(session, message, news, push, progress)
                     else:
-                        self._take(link.peer, message, news, attach(news, self._device, self._attached), push, progress)
+                        memory = attach(session, news, self._device, self._attached)
+                        self._take(link.peer, message, news, memory, push, progress)
                         link.send(slot=news["slot"])
                 yield from progress.into.finished()
                 progress.reassure(session.givers.values())

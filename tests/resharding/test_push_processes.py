@@ -16,6 +16,7 @@ from megatron_rl.errors import SyncError
 from megatron_rl.resharding.receiver import Receiver
 from megatron_rl.resharding.sender import Sender
 from megatron_rl.resharding.spec import Placement, Push, SyncSpec
+from megatron_rl.resharding.transport.shm import SharedBuffer
 from megatron_rl.resharding.transport.slots import Slots
 from tests.resharding.pushing import PAD, destinations, fill, make_spec, sources
 from tests.trainer.ranks import run_ranks
@@ -60,11 +61,12 @@ def meet(place: Path, *, first: bool) -> tuple[dist.TCPStore, str]:
 
 
 def both_pushes(
-    rank: int, spec: SyncSpec, directory: Path, sessions: list[str], victim: int, count: int
+    rank: int, spec: SyncSpec, directory: Path, sessions: list[str], victim: int, count: int, is_opened: bool
 ) -> tuple[str, float, bool]:
     """What a rank, trainers before engines, met in two pushes: the first's error, its seconds, the second's success.
 
-    `victim` dies in the first; the last process takes its place in the second.
+    `victim` dies in the first, before its memory could be opened unless `is_opened`; the last process takes its place
+    in the second.
     """
     world_size = spec.trainer.world_size
     is_new = rank == world_size + spec.readers
@@ -84,6 +86,8 @@ def both_pushes(
         if rank == victim:
             owner, name = (Slots, "offer") if rank < world_size else (part, "_take")
             setattr(owner, name, kill_at(count)(getattr(owner, name)))
+            if not is_opened:
+                SharedBuffer.path = "/proc/0/fd/0"  # type: ignore[method-assign,assignment]
         begin = time.monotonic()
         try:
             step(Push(meeting, sessions[0], 1))
@@ -103,18 +107,31 @@ def both_pushes(
     return error, seconds, rank < world_size or all(torch.equal(tensors[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("placement", [None, TWO_NODES], ids=["node", "network"])
-@pytest.mark.parametrize(("victim", "name"), [(1, "trainer rank 1"), (4, "engine 0 rank 0")])
+@pytest.mark.parametrize(
+    ("placement", "victim", "name", "is_opened"),
+    [
+        pytest.param(None, 1, "trainer rank 1", True, id="sender-node"),
+        pytest.param(None, 1, "trainer rank 1", False, id="sender-unread"),
+        pytest.param(TWO_NODES, 1, "trainer rank 1", True, id="sender-network"),
+        pytest.param(None, 4, "engine 0 rank 0", True, id="receiver-node"),
+        pytest.param(TWO_NODES, 4, "engine 0 rank 0", True, id="receiver-network"),
+    ],
+)
 def test_a_rank_that_is_killed_is_named_and_a_new_one_takes_its_place(
-    placement: Placement | None, victim: int, name: str, tmp_path: Path
+    placement: Placement | None, victim: int, name: str, is_opened: bool, tmp_path: Path
 ) -> None:
     spec = make_spec("qwen3_moe", "pp2_vpp2_ep2", "tp2", placement=placement, bucket_bytes=8192)
     sessions = [secrets.token_hex(8) for _ in range(2)]
 
-    results = run_ranks(7, both_pushes, spec, tmp_path, sessions, victim, 3, timeout_s=60, mortal=(victim,))
+    count = 3 if is_opened else 2  # soon after the first, of which the takers tell it that they cannot open it
+
+    results = run_ranks(
+        7, both_pushes, spec, tmp_path, sessions, victim, count, is_opened, timeout_s=60, mortal=(victim,)
+    )
 
     survivors = [result for rank, result in enumerate(results[:6]) if rank != victim]
     assert results[victim] is None
-    assert any(name in error for error, _, _ in survivors)
+    errors = [error for error, _, _ in survivors]
+    assert any(name in error for error in errors), errors
     assert all(seconds < SOON_S for _, seconds, _ in survivors)
     assert all(complete for _, _, complete in (*survivors, results[6]))

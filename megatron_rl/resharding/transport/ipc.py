@@ -32,7 +32,7 @@ def attach_cuda(path: str) -> torch.Tensor:
     """Another process's CudaBuffer: uint8 [nbytes], not to be written.
 
     Each process counts the devices that it may see from 0, so the owner's device is found by its UUID.
-    Raises: SyncError when this process does not see it.
+    Raises: SyncError when this process does not see it, or its owner has ended.
     """
     uuid, arguments = pickle.loads(base64.b64decode(path))
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
@@ -42,5 +42,8 @@ def attach_cuda(path: str) -> torch.Tensor:
             "CUDA_VISIBLE_DEVICES hides it. Let trainer and engines see all GPUs of the node."
         )
     arguments = (*arguments[:_DEVICE], seen[uuid], *arguments[_DEVICE + 1 :])
-    tensor: torch.Tensor = reductions.rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
+    try:
+        tensor: torch.Tensor = reductions.rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise SyncError(f"The memory of another process on GPU {uuid} cannot be opened: {error}") from error
     return tensor

@@ -83,9 +83,15 @@ class Slots:
         self._buffers = []
 
 
-def attach(offer: Mapping[str, Any], device: torch.device, attached: dict[str, Tensor]) -> Tensor:
-    """The giver's buffer that an offer is about; `attached`, by path, grows."""
+def attach(session: Session, offer: Mapping[str, Any], device: torch.device, attached: dict[str, Tensor]) -> Tensor:
+    """The giver's buffer that an offer is about; `attached`, by path, grows.
+
+    Raises: SyncError; it names a giver that has ended since it offered.
+    """
     path = offer["path"]
     if path not in attached:
-        attached[path] = attach_cuda(path) if device.type == "cuda" else attach_shared(path, offer["size"])
+        try:
+            attached[path] = attach_cuda(path) if device.type == "cuda" else attach_shared(path, offer["size"])
+        except SyncError as error:
+            raise session.reason(error) from error
     return attached[path]

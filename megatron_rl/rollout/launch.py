@@ -35,6 +35,9 @@ def follow(owner: int) -> None:
     ctypes.CDLL("libc.so.6", use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
         raise SystemExit(f"The owner {owner} of this server ended before it started.")
+    # SGLang's processes are found by the titles that they set after a fork. To set one, the library looks for the
+    # command line just before the first variable of the environment, and SGLang changes variables: it looks now.
+    setproctitle.getproctitle()
     first = os.pidfd_open(group)
     if os.fork() == 0:
         setproctitle.setproctitle(f"megatron-rl: waits for the end of {group}")  # else it looks like the server

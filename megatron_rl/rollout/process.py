@@ -28,6 +28,8 @@ POLL_S = 0.1
 TEMPORARY = f"megatron-rl-engine-{os.stat('/proc/self/ns/pid').st_ino}-"
 """Of the server's TMPDIR, followed by the owner's pid, which names no other process where pids are counted together:
 containers may share /tmp and not that."""
+FIRST_S = 1.0
+"""From the end of one of its processes to the server's own when that is the cause; SGLang takes 5 s to follow one."""
 EXIT_S = 2.0
 """From the broken connection of a dying server to the end of one of its processes."""
 START_ATTEMPTS = 3
@@ -160,11 +162,7 @@ class ServerProcess:
 
     def _look_after(self, names: dict[int, str]) -> None:
         """End the server after the first of its processes that is gone: for its detokenizer it would wait for ever."""
-        poll = select.poll()
-        for descriptor in names:
-            poll.register(descriptor, select.POLLIN)
-        # The kernel tells at once, and so which was first: the others follow within milliseconds.
-        self._gone = [names[descriptor] for descriptor, _ in poll.poll() if names[descriptor]] if names else []
+        self._gone = first_gone(names, self._ended)
         for descriptor in names:
             os.close(descriptor)
         self._broken.set()
@@ -218,6 +216,22 @@ class ServerProcess:
             self._ended.wait()
             end_group(self.pid)
         shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def first_gone(names: dict[int, str], ended: threading.Event) -> list[str]:
+    """Wait for the first end among the processes of a server. Returns their names, none if the server itself is why.
+
+    `names`: of a process' descriptor; the server's own is "". `ended`: is set when the server has.
+    """
+    if not names:
+        return []
+    poll = select.poll()
+    for descriptor in names:
+        poll.register(descriptor, select.POLLIN)
+    # The kernel tells at once, and so which was first: the others follow within milliseconds.
+    gone = [names[descriptor] for descriptor, _ in poll.poll() if names[descriptor]]
+    # But its children follow a server whose own threads still end.
+    return [] if ended.wait(FIRST_S) else gone
 
 
 def _remove_leftovers() -> None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from megatron_rl.errors import BackendError
 from megatron_rl.rollout.options import ServerSettings
-from megatron_rl.rollout.process import START_ATTEMPTS, ServerProcess, free_ports
+from megatron_rl.rollout.process import FIRST_S, START_ATTEMPTS, ServerProcess, first_gone, free_ports
 from megatron_rl.rollout.server_log import server_error
 
 
@@ -148,3 +149,48 @@ def test_a_process_of_the_server_that_does_not_follow_its_parent_ends_too(victim
         time.sleep(0.05)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
     owner.wait()
+
+
+@pytest.mark.parametrize("variable", ["FIRST", "SECOND"])
+def test_processes_of_a_server_can_set_their_titles_whatever_it_does_to_its_environment(variable: str) -> None:
+    program = f"""if True:
+        import os
+        from megatron_rl.rollout.launch import follow
+        follow(os.getppid())
+        os.environ["{variable}"] = "a longer value, which lies elsewhere"
+        import setproctitle
+        if os.fork() == 0:
+            setproctitle.setproctitle("sglang::scheduler")
+            print(open("/proc/self/cmdline").read().rstrip(chr(0)), flush=True)
+            os._exit(0)
+        os.wait()
+    """
+    environment = {"FIRST": "1", "SECOND": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, start_new_session=True
+    )
+
+    assert done.stdout == "sglang::scheduler\n", done.stderr
+
+
+@pytest.mark.parametrize(("server_ends", "gone"), [(True, []), (False, ["sglang::scheduler"])])
+def test_a_child_that_is_gone_before_the_server_has_ended_may_have_followed_it(
+    server_ends: bool, gone: list[str]
+) -> None:
+    """Children of a killed server go while its own threads still end."""
+    ended = threading.Event()
+    processes = [subprocess.Popen(["sleep", "1000"]) for _ in range(3)]
+    descriptors = [os.pidfd_open(process.pid) for process in processes]
+    try:
+        processes[1].kill()
+        if server_ends:
+            threading.Timer(FIRST_S / 4, ended.set).start()
+
+        names = dict(zip(descriptors, ["", "sglang::scheduler", "sglang::detokenizer"], strict=True))
+        assert first_gone(names, ended) == gone
+    finally:
+        for process, descriptor in zip(processes, descriptors, strict=True):
+            process.kill()
+            process.wait()
+            os.close(descriptor)

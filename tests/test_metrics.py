@@ -227,8 +227,12 @@ def test_memory_counts_descendants():
         child.stdin.close()
 
 
-def test_tensorboard_shows_every_step_once_after_a_resume(tmp_path):
+def test_tensorboard_shows_every_step_once_after_a_resume(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    # It reads files in the order of their names: second, host, process, and the number in it as text: 10 before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
     for steps in ((1, 2, 3), (3, 4)):
         metrics, _ = open_metrics(tmp_path)

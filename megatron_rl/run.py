@@ -27,7 +27,7 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     from megatron_rl.algorithms.recipes import find_recipe
     from megatron_rl.cluster import gather, still_running
     from megatron_rl.controller import Parts, sample, train
-    from megatron_rl.data.prompts import load_prompts
+    from megatron_rl.data.prompts import Limits, load_prompts
     from megatron_rl.data.sources import characters, read_questions
     from megatron_rl.metrics import Metrics
     from megatron_rl.resharding.schedule import streamed_layouts
@@ -51,12 +51,12 @@ def run_mode(config: Config, run: RunDirectory, stack: ExitStack) -> None:
     if note := rounding(hf, config.trainer.dtype):
         metrics.status(note)
     context = hf["max_position_embeddings"]
-    limits = {
-        "max_prompt_tokens": longest_prompt(config, context=context),
-        "max_demonstration_tokens": longest_demonstration(config, context=context),
-        "vocab_size": hf["vocab_size"],
-    }
-    prompts = load_prompts(config.data, run.model, questions=questions, **limits)
+    limits = Limits(
+        prompt_tokens=longest_prompt(config, context=context),
+        demonstration_tokens=longest_demonstration(config, context=context),
+        vocab_size=hf["vocab_size"],
+    )
+    prompts = load_prompts(config.data, run.model, limits=limits, questions=questions)
     replay = Replay(Path(config.samples), vocab_size=hf["vocab_size"], steps=config.steps) if config.samples else None
 
     trainer, fleet, scoring = start(config, run, hf, stack, status=metrics.status)

@@ -76,12 +76,13 @@ def write_random(directory: Path, config: dict) -> int:
 
 def into_memory(source: Path) -> None:
     """Read `source`, and drop from the page cache what lies beside it: memory has not room for all."""
-    others = [path for path in source.parent.rglob("*") if path.is_file() and source not in path.parents]
-    for path in [*others, *source.iterdir()]:
+    for path in (p for p in source.parent.rglob("*") if p.is_file()):
         with open(path, "rb", buffering=0) as f:
-            if path in others:
+            if source not in path.parents:
                 os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while path not in others and f.readinto(BUFFER):
+    for path in source.iterdir():
+        with open(path, "rb", buffering=0) as f:
+            while f.readinto(BUFFER):
                 pass
 
 

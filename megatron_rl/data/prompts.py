@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,18 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the model and its context; None is without."""
+
+    prompt_tokens: int | None = None
+    """At most, of a prompt."""
+    demonstration_tokens: int | None = None
+    """At most, of a training prompt with its answer and end token, for supervised updates."""
+    vocab_size: int | None = None
+    """Tokens from here on have no embedding."""
 
 
 class Prompts:
@@ -84,32 +97,21 @@ def load_prompts(
     config: DataConfig,
     tokenizer_dir: Path | str,
     *,
-    max_prompt_tokens: int | None = None,
-    max_demonstration_tokens: int | None = None,
-    vocab_size: int | None = None,
+    limits: Limits = Limits(),
     questions: Sequence[Question] | None = None,
 ) -> Prompts:
-    """Read, split and tokenize the configured data.
+    """Read, split and tokenize the configured data; `questions` replaces reading the source, where the caller did.
 
-    Args: max_prompt_tokens refuses longer prompts; max_demonstration_tokens, training prompts that are longer with
-        their answer and its end token, for supervised updates; vocab_size, tokens that the model has no embedding of.
-        questions replaces reading the source, where the caller
-        did already.
     Raises: DataError for malformed or too long prompts and too few of them; ConfigError for an unknown task or option.
     """
     questions = read_questions(config) if questions is None else questions
     source = config.source if config.source == "jsonl" else f"{config.source}/{config.task}"
     train, held_out = split(_distinct(questions, source), held_out=config.held_out, seed=config.seed)
     tokenizer = load_tokenizer(tokenizer_dir)
-
-    def prompts_of(part: Sequence[tuple[str, Question]]) -> list[Prompt]:
-        longest, vocab = max_prompt_tokens, vocab_size
-        return _tokenize(part, tokenizer, template=config.template, max_prompt_tokens=longest, vocab_size=vocab)
-
-    prompts = Prompts(prompts_of(train), prompts_of(held_out), seed=config.seed, tokenizer=tokenizer)
-    if max_demonstration_tokens is not None:
-        longest = max_demonstration_tokens
-        _check_demonstrations(train, prompts, tokenizer, max_tokens=longest, vocab_size=vocab_size)
+    parts = [_tokenize(part, tokenizer, config.template, limits) for part in (train, held_out)]
+    prompts = Prompts(*parts, seed=config.seed, tokenizer=tokenizer)
+    if limits.demonstration_tokens is not None:
+        _check_demonstrations(train, prompts, tokenizer, limits)
     return prompts
 
 
@@ -149,14 +151,7 @@ def _distinct(questions: Sequence[Question], source: str) -> list[tuple[str, Que
     return list(first.items())
 
 
-def _tokenize(
-    questions: Sequence[tuple[str, Question]],
-    tokenizer: Any,
-    *,
-    template: str,
-    max_prompt_tokens: int | None,
-    vocab_size: int | None,
-) -> list[Prompt]:
+def _tokenize(questions: Sequence[tuple[str, Question]], tokenizer: Any, template: str, limits: Limits) -> list[Prompt]:
     if not questions:
         return []
     texts = [render(question.text, template, tokenizer) for _, question in questions]
@@ -170,12 +165,12 @@ def _tokenize(
                 f"Prompt {identity} ({question.where}) becomes no token at all: the tokenizer knows none of it. "
                 "Use a checkpoint whose tokenizer knows the data's characters."
             )
-        _check_vocabulary(row, f"Prompt {identity} ({question.where})", vocab_size)
-        if max_prompt_tokens is not None and len(row) > max_prompt_tokens:
+        _check_vocabulary(row, f"Prompt {identity} ({question.where})", limits)
+        if limits.prompt_tokens is not None and len(row) > limits.prompt_tokens:
             raise DataError(
-                f"Prompt {identity} ({question.where}) has {len(row)} tokens, more than the {max_prompt_tokens} that "
-                "the context leaves beside the answer. Shorten or drop it, lower sampling.max_tokens, or use a model "
-                "with a longer context."
+                f"Prompt {identity} ({question.where}) has {len(row)} tokens, more than the {limits.prompt_tokens} "
+                "that the context leaves beside the answer. Shorten or drop it, lower sampling.max_tokens, or use a "
+                "model with a longer context."
             )
     return [
         Prompt(identity, text, tuple(row), question.answer, question.metadata)
@@ -184,36 +179,32 @@ def _tokenize(
 
 
 def _check_demonstrations(
-    questions: Sequence[tuple[str, Question]],
-    prompts: Prompts,
-    tokenizer: Any,
-    *,
-    max_tokens: int,
-    vocab_size: int | None,
+    questions: Sequence[tuple[str, Question]], prompts: Prompts, tokenizer: Any, limits: Limits
 ) -> None:
     """`questions` are those of `prompts.train`."""
+    longest = limits.demonstration_tokens
     # All answers at once; `Prompts.answer_tokens` refuses a missing one.
     answers = tokenizer([p.answer for p in prompts.train], add_special_tokens=False)["input_ids"]
     for (identity, question), prompt, answer in zip(questions, prompts.train, answers, strict=True):
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        _check_vocabulary([*answer, *end], f"The answer of prompt {identity} ({question.where})", vocab_size)
+        _check_vocabulary([*answer, *end], f"The answer of prompt {identity} ({question.where})", limits)
         total = len(prompt.tokens) + len(answer) + 1
-        if total > max_tokens:
+        if longest is not None and total > longest:
             raise DataError(
                 f"Prompt {identity} ({question.where}) has {len(prompt.tokens)} tokens and its answer {len(answer)}; "
-                f"with the end token that is more than the {max_tokens} of the model's context or a micro-batch, and "
+                f"with the end token that is more than the {longest} of the model's context or a micro-batch, and "
                 "a supervised sample is never cut. Shorten or drop it, raise trainer.tokens_per_micro_batch, use a "
                 "model with a longer context, or do without supervised updates (sft.steps=0)."
             )
 
 
-def _check_vocabulary(tokens: Sequence[int], what: str, vocab_size: int | None) -> None:
+def _check_vocabulary(tokens: Sequence[int], what: str, limits: Limits) -> None:
     """No rank would say so of a token too many: over several of them it is nobody's, and becomes nothing."""
-    if vocab_size is not None and max(tokens) >= vocab_size:
+    if limits.vocab_size is not None and max(tokens) >= limits.vocab_size:
         raise DataError(
-            f"{what} has token {max(tokens)}, and the model's vocabulary ends at {vocab_size - 1} (vocab_size in "
-            "config.json): the tokenizer is another model's, or tokens were added to it alone. Use the tokenizer that "
-            "belongs to the weights."
+            f"{what} has token {max(tokens)}, and the model's vocabulary ends at {limits.vocab_size - 1} (vocab_size "
+            "in config.json): the tokenizer is another model's, or tokens were added to it alone. Use the tokenizer "
+            "that belongs to the weights."
         )
 
 

@@ -19,15 +19,16 @@ _START_TIMEOUT_S = 60.0  # importing sympy on a busy machine
 
 
 class Judge:
-    """Runs `script` of this directory, and replaces it when it hangs or dies.
+    """Runs `judge` of a file of this directory in a process, which it replaces when that hangs or dies.
 
-    The script prints a line when it is ready; then one line in, a pickled question, is one line out, a score.
+    The process prints a line when it is ready; then one line in, a pickled question, is one line out, a score.
     """
 
-    def __init__(self, script: str, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, file: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
         # -P: its own directory must not come first on the path, where `types.py` would hide the standard one.
-        self._command = [sys.executable, "-P", str(Path(__file__).with_name(script))]
+        here = Path(__file__).parent
+        self._command = [sys.executable, "-P", str(here / "judge_process.py"), str(here / file)]
         self._is_ready = False
         self.process = self._start()
 

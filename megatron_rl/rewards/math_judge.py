@@ -1,18 +1,11 @@
-"""A process that compares mathematical answers: pickled ("reference", "response") in, scores out.
+"""Compares mathematical answers, in a process of its own (judge_process.py).
 
-Run as a file, not as a module, and imports nothing of ours. It is a process of its own because sympy can hang in C code
-that no signal interrupts, and because math_verify's time limits work in a main thread only.
+sympy can hang in C code that no signal interrupts, and math_verify's time limits work in a main thread only.
 """
-
-import base64
-import pickle
-import signal
-import sys
 
 from math_verify import parse, verify
 
 _PARSE_TIMEOUT_S = 3
-_LIMIT_S = 60.0
 
 
 def _as_latex(answer: str) -> str:
@@ -27,10 +20,3 @@ def judge(reference: str, response: str) -> float:
     gold = parse(_as_latex(reference), parsing_timeout=_PARSE_TIMEOUT_S)
     found = parse(response, parsing_timeout=_PARSE_TIMEOUT_S)
     return float(verify(gold, found, timeout_seconds=_PARSE_TIMEOUT_S))
-
-
-if __name__ == "__main__":
-    print("ready", flush=True)
-    for line in sys.stdin:  # ends when the owner is gone
-        signal.setitimer(signal.ITIMER_PROF, _LIMIT_S)  # of processor time; ends it in a hang, too, and in C code
-        print(judge(*pickle.loads(base64.b64decode(line))), flush=True)

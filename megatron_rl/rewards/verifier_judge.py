@@ -1,13 +1,6 @@
-"""A process that asks verifiers of reasoning_gym: pickled (task, options, response, entry) in, scores out.
+"""Asks verifiers of reasoning_gym, in a process of its own (judge_process.py)."""
 
-Run as a file, not as a module, and imports nothing of ours.
-"""
-
-import base64
-import contextlib
 import json
-import pickle
-import signal
 import sys
 from typing import Any
 
@@ -15,7 +8,6 @@ import reasoning_gym
 
 # What the library's parsers raise on text that no author of theirs thought of. The text is a model's; it earns nothing.
 _PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, RecursionError)
-_LIMIT_S = 60.0
 _TASKS: dict[str, reasoning_gym.dataset.ProceduralDataset] = {}
 
 
@@ -29,12 +21,3 @@ def judge(task: str, options: dict[str, Any], response: str, entry: dict[str, An
     except _PARSE_ERRORS as error:
         print(f"{task} cannot parse {response!r} ({type(error).__name__}: {error}): scored 0", file=sys.stderr)
         return 0.0
-
-
-if __name__ == "__main__":
-    print("ready", flush=True)
-    for line in sys.stdin:  # ends when the owner is gone
-        signal.setitimer(signal.ITIMER_PROF, _LIMIT_S)  # of processor time; ends it in a hang, too, and in C code
-        with contextlib.redirect_stdout(sys.stderr):  # where only scores belong
-            score = judge(*pickle.loads(base64.b64decode(line)))
-        print(score, flush=True)

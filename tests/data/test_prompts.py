@@ -4,7 +4,7 @@ import random
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.prompts import Prompts, load_prompts, split
+from megatron_rl.data.prompts import Limits, Prompts, load_prompts, split
 from megatron_rl.data.sources import Question
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.types import Prompt
@@ -193,39 +193,41 @@ def test_resuming_on_other_data_is_refused(tmp_path, sums, tokenizer_dir):
 
 def test_a_prompt_longer_than_the_context_is_named_with_its_line(tmp_path, tokenizer_dir):
     config = write_jsonl(tmp_path / "p.jsonl", [("1+2=", "3"), ("1+2=" * 5, "3"), ("2+2=", "4")])
-    assert len(load_prompts(config, tokenizer_dir, max_prompt_tokens=20).train) == 3
+    assert len(load_prompts(config, tokenizer_dir, limits=Limits(prompt_tokens=20)).train) == 3
     with pytest.raises(
         DataError, match=r"p\.jsonl line 2\) has 20 tokens, more than the 19 .*lower sampling.max_tokens"
     ):
-        load_prompts(config, tokenizer_dir, max_prompt_tokens=19)
+        load_prompts(config, tokenizer_dir, limits=Limits(prompt_tokens=19))
 
 
 def test_a_token_that_the_model_does_not_have_is_named_with_its_line(tmp_path, tokenizer_dir):
     config = write_jsonl(tmp_path / "p.jsonl", [("1=", "2"), ("0=n", "1:")])
     largest = ids_of(":")[0]  # then n, in a prompt
-    limits = {"max_demonstration_tokens": 99, "vocab_size": largest + 1}
-    assert len(load_prompts(config, tokenizer_dir, **limits).train) == 2
-    assert len(load_prompts(config, tokenizer_dir, vocab_size=largest).train) == 2  # no answer trains
+    assert (
+        len(load_prompts(config, tokenizer_dir, limits=Limits(demonstration_tokens=99, vocab_size=largest + 1)).train)
+        == 2
+    )
+    assert len(load_prompts(config, tokenizer_dir, limits=Limits(vocab_size=largest)).train) == 2  # no answer trains
 
     with pytest.raises(DataError, match=rf"The answer of prompt \w+ \(.*line 2\) has token {largest}, and the model's"):
-        load_prompts(config, tokenizer_dir, **{**limits, "vocab_size": largest})
+        load_prompts(config, tokenizer_dir, limits=Limits(demonstration_tokens=99, vocab_size=largest))
     with pytest.raises(DataError, match=rf"Prompt \w+ \(.*line 2\) has token {largest - 1}, .*ends at {largest - 2} "):
-        load_prompts(config, tokenizer_dir, vocab_size=largest - 1)
+        load_prompts(config, tokenizer_dir, limits=Limits(vocab_size=largest - 1))
 
 
 def test_an_answer_that_does_not_fit_beside_its_prompt_is_named_with_its_line(tmp_path, tokenizer_dir):
     config = write_jsonl(tmp_path / "p.jsonl", [("1+2=", "3"), ("3+2=", "10" * 8), ("2+2=", "4")])
-    assert len(load_prompts(config, tokenizer_dir, max_demonstration_tokens=4 + 16 + 1).train) == 3
+    assert len(load_prompts(config, tokenizer_dir, limits=Limits(demonstration_tokens=4 + 16 + 1)).train) == 3
     with pytest.raises(
         DataError, match=r"p\.jsonl line 2\) has 4 tokens and its answer 16; with the end .* than the 20 .*Shorten"
     ):
-        load_prompts(config, tokenizer_dir, max_demonstration_tokens=20)
+        load_prompts(config, tokenizer_dir, limits=Limits(demonstration_tokens=20))
 
 
 def test_the_answer_of_a_held_out_prompt_may_be_long(tmp_path, tokenizer_dir):
     config = with_(write_jsonl(tmp_path / "p.jsonl", [("1+2=", "3"), ("3+2=", "10" * 8)]), held_out=1)
     seed = next(s for s in range(9) if load_prompts(with_(config, seed=s), tokenizer_dir).held_out[0].text == "3+2=")
-    assert len(load_prompts(with_(config, seed=seed), tokenizer_dir, max_demonstration_tokens=6).train) == 1
+    assert len(load_prompts(with_(config, seed=seed), tokenizer_dir, limits=Limits(demonstration_tokens=6)).train) == 1
 
 
 def test_unknown_characters_are_warned_of(tmp_path, tokenizer_dir, caplog):

@@ -66,8 +66,9 @@ def test_math_survives_newlines_and_braces_in_a_response():
 
 
 def test_a_judge_that_hangs_is_killed_scored_zero_and_replaced():
-    judge = Judge("math_judge.py", timeout_s=0.3)
+    judge = Judge("math_judge.py")
     assert judge.ask("1/2", "0.5") == 1.0
+    judge.timeout_s = 0.3
     first = judge.process
     subprocess.run(["kill", "-STOP", str(first.pid)], check=True)
     start = time.monotonic()

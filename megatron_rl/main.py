@@ -9,7 +9,8 @@ from contextlib import ExitStack
 
 from megatron_rl.checkpoint import Stopped
 from megatron_rl.checks import check
-from megatron_rl.config import Config, load_config, to_yaml
+from megatron_rl.config import Config
+from megatron_rl.config_loading import load_config, to_yaml
 from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError, SyncError
 from megatron_rl.rollout.options import check_sglang_options
 from megatron_rl.run import run_mode

@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from megatron_rl.checkpoint import complete
-from megatron_rl.config import Config, to_yaml
+from megatron_rl.config import Config
+from megatron_rl.config_loading import to_yaml
 from megatron_rl.errors import BackendError, ConfigError, DataError
 
 FIXED = ("model", "data", "seed", "mode", "sft", "samples")

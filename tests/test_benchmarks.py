@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import load_config
+from megatron_rl.config_loading import load_config
 from megatron_rl.run import make_model
 
 ROOT = Path(__file__).parents[1]

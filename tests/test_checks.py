@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.checks import check, longest_demonstration, longest_prompt
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config
+from megatron_rl.config_loading import load_config
 from megatron_rl.errors import ConfigError
 from tests.tiny import TINY
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_rl.config import CONFIG_DIR, Config, load_config, to_yaml
+from megatron_rl.config import Config
+from megatron_rl.config_loading import CONFIG_DIR, load_config, to_yaml
 from megatron_rl.errors import ConfigError
 
 DEMO = "experiment=cpu_digits"

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import load_config
+from megatron_rl.config_loading import load_config
 from megatron_rl.controller import evaluation_due
 
 REPLAY = ["mode=train_only", f"samples={Path(__file__)}"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import load_config
+from megatron_rl.config_loading import load_config
 
 ROOT = Path(__file__).parents[1]
 REQUIREMENTS = ROOT / "requirements"

@@ -8,7 +8,8 @@ import pytest
 
 from megatron_rl.arrangement import gpus_needed
 from megatron_rl.checks import check
-from megatron_rl.config import CONFIG_DIR, Config, load_config
+from megatron_rl.config import Config
+from megatron_rl.config_loading import CONFIG_DIR, load_config
 from megatron_rl.memory import states
 from megatron_rl.run_plan import RunPlan, describe, plan_run
 from tests.tiny import PUBLISHED

@@ -12,12 +12,13 @@ ONLY_IN = {
     "ray": {"cluster", "failures", "pools", "trainer", "rollout"},
     "megatron": {"trainer"},
     "sglang": {"rollout"},
-    "hydra": {"config", "sweeps"},
+    "hydra": {"config_loading", "sweeps"},
 }
 OF_OURS = {  # package -> the packages of ours it may import
     "errors": set(),
     "types": set(),
     "config": {"errors"},
+    "config_loading": {"errors", "config"},
     "protocols": {"types"},
     "layouts": {"errors"},
     "models": {"errors", "layouts"},
@@ -64,6 +65,7 @@ OF_OURS = {  # package -> the packages of ours it may import
     "sweeps": {
         "errors",
         "config",
+        "config_loading",
         "arrangement",
         "progress",
         "records",

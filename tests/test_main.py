@@ -9,7 +9,8 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config
+from megatron_rl.config_loading import load_config
 from megatron_rl.errors import BackendError, ConfigError, DataError
 from megatron_rl.main import main, read_config
 from megatron_rl.models.random_checkpoint import write_random_checkpoint

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.checks import check, engine_of, topology_of
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config
+from megatron_rl.config_loading import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.memory import Use, states, uses
 from megatron_rl.models import load_architecture, load_table

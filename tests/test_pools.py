@@ -10,7 +10,8 @@ from ray.cluster_utils import Cluster
 
 from megatron_rl import cluster
 from megatron_rl.arrangement import arrange, ranks_on_a_node, wrong_nodes
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config
+from megatron_rl.config_loading import load_config
 from megatron_rl.errors import BackendError, ConfigError
 from megatron_rl.pools import (
     Pool,

@@ -14,7 +14,8 @@ import pytest
 
 from megatron_rl import main
 from megatron_rl.checks import check
-from megatron_rl.config import Config, as_hydra_takes, load_config
+from megatron_rl.config import Config
+from megatron_rl.config_loading import as_hydra_takes, load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.models import FAMILIES
 from megatron_rl.run_plan import describe, plan_run

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config
+from megatron_rl.config_loading import load_config
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.run_directory import RunDirectory
 

@@ -18,7 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.config import Config, load_config  # noqa: E402
+from megatron_rl.config import Config  # noqa: E402
+from megatron_rl.config_loading import load_config  # noqa: E402
 from megatron_rl.data.sources import characters, read_questions  # noqa: E402
 from megatron_rl.run import make_model  # noqa: E402
 

@@ -29,7 +29,7 @@ from gather_everything import GatheringTrainer  # noqa: E402
 
 from megatron_rl import cluster, pools  # noqa: E402
 from megatron_rl.checks import topology_of  # noqa: E402
-from megatron_rl.config import load_config  # noqa: E402
+from megatron_rl.config_loading import load_config  # noqa: E402
 from megatron_rl.layouts.sglang_topology import SglangTopology  # noqa: E402
 from megatron_rl.models import load_table  # noqa: E402
 from megatron_rl.resharding.spec import BUCKET_BYTES, Push, SyncSpec  # noqa: E402

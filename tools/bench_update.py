@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megatron_rl import cluster, pools
 from megatron_rl.algorithms.recipes import find_recipe
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config
+from megatron_rl.config_loading import load_config
 from megatron_rl.data.packing import make_batch
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.sft import demonstrations

@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.config import load_config  # noqa: E402
+from megatron_rl.config_loading import load_config  # noqa: E402
 from megatron_rl.convert.fp8 import without_quantization  # noqa: E402
 from megatron_rl.errors import ConfigError, DataError, LayoutError  # noqa: E402
 from megatron_rl.layouts.megatron_topology import MegatronTopology  # noqa: E402

@@ -25,7 +25,8 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config import CONFIG_DIR, Config, as_hydra_takes
+from megatron_rl.config import Config
+from megatron_rl.config_loading import CONFIG_DIR, as_hydra_takes
 from megatron_rl.errors import BackendError, ConfigError
 from megatron_rl.run_plan import describe, plan_run
 from megatron_rl.sweeps.points import COMPLETED, Point, load, quoted

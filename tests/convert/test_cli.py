@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.checks import check
-from megatron_rl.config import load_config
+from megatron_rl.config_loading import load_config
 from megatron_rl.convert.cli import COMMANDS, main
 from megatron_rl.convert.workers import Meter, batches
 from megatron_rl.errors import ConfigError

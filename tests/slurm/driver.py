@@ -15,7 +15,7 @@ import ray
 
 from megatron_rl import cluster
 from megatron_rl.checkpoint import STATE, complete
-from megatron_rl.config import load_config
+from megatron_rl.config_loading import load_config
 from megatron_rl.pools import Pool
 from megatron_rl.run_directory import RunDirectory
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_rl.config import load_config
+from megatron_rl.config_loading import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.megatron_options import field_names
 from megatron_rl.models import load_architecture

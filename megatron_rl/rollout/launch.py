@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 
 import setproctitle
 
@@ -49,16 +50,31 @@ def follow(owner: int) -> None:
 
 
 def end_group(group: int) -> None:
-    """Wait until a process group whose first process has ended is gone; kill what does not go by itself.
+    """Wait until no process of a group, whose first has ended, runs; kill what does not go by itself.
 
     Python's resource tracker is the last to go: it frees shared memory that killed processes have left.
     """
-    deadline = time.monotonic() + GRACE_S
-    with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)
+    for number in (0, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            if number and _runs(group):
+                os.killpg(group, number)
+        deadline = time.monotonic() + GRACE_S
+        while _runs(group) and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.killpg(group, signal.SIGKILL)
+
+
+def _runs(group: int) -> bool:
+    """Whether a process of the group does. In a container, nobody may ask for the ends of those that do not."""
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):  # it is gone by now
+            if name.isdigit() and os.getpgid(int(name)) == group and state_of(int(name)) not in ("Z", "X"):
+                return True
+    return False
+
+
+def state_of(pid: int) -> str:
+    """Of its main thread: Z or X when that has ended. Raises: OSError when the process is gone."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 if __name__ == "__main__":

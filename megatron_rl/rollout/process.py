@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import select
 import shutil
 import signal
 import socket
@@ -14,7 +13,6 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import requests
 
 from megatron_rl.errors import BackendError
@@ -22,16 +20,19 @@ from megatron_rl.rollout.launch import end_group
 from megatron_rl.rollout.options import ServerSettings, command
 from megatron_rl.rollout.server_log import NO_PLUGIN, PORT_TAKEN, server_error, server_errors
 from megatron_rl.rollout.sglang_cpu.settings import STUBS, cpu_environment
+from megatron_rl.rollout.watching import first_gone, open_processes
 
 PLUGIN_SITE = Path(__file__).parent / "plugin_site"
 POLL_S = 0.1
 TEMPORARY = f"megatron-rl-engine-{os.stat('/proc/self/ns/pid').st_ino}-"
 """Of the server's TMPDIR, followed by the owner's pid, which names no other process where pids are counted together:
 containers may share /tmp and not that."""
-FIRST_S = 1.0
-"""From the end of one of its processes to the server's own when that is the cause; SGLang takes 5 s to follow one."""
+HEALTH_S = 10.0
+"""For one answer to whether it is healthy, for which it generates a token."""
 EXIT_S = 2.0
 """From the broken connection of a dying server to the end of one of its processes."""
+DYING_S = 20.0
+"""From there to the end of the server itself, whose memory a busy machine frees slowly."""
 START_ATTEMPTS = 3
 """A free port may be taken by another process before the server binds it. Parts of a server start together or not."""
 PORTS = 12_000
@@ -65,7 +66,7 @@ class ServerProcess:
             try:
                 self._start(port)
                 self._wait_until_healthy()
-                watched = self._open_processes()  # by this thread: one that ends after the start is told of
+                watched = open_processes(self.pid)  # by this thread: one that ends after the start is told of
                 name = f"{settings.name}-processes"
                 threading.Thread(target=self._look_after, args=(watched,), name=name, daemon=True).start()
                 return
@@ -136,7 +137,7 @@ class ServerProcess:
             if self._ended.is_set() or PORT_TAKEN.search(self._log()):
                 raise BackendError(f"{self.settings.title} did not start: {self.error_text()}")
             with contextlib.suppress(requests.RequestException):
-                if http.get(f"{self.url}/health", timeout=2).status_code == requests.codes.ok:
+                if http.get(f"{self.url}/health", timeout=HEALTH_S).status_code == requests.codes.ok:
                     break
             time.sleep(POLL_S)
         else:
@@ -150,19 +151,9 @@ class ServerProcess:
                 f"{self.settings.name} runs without megatron_rl's plugin, so it takes no weights: {self.error_text()}"
             )
 
-    def _open_processes(self) -> dict[int, str]:
-        """Descriptors of the server ("") and of its own processes, with their names."""
-        names = dict[int, str]()
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it ends just now
-            names[os.pidfd_open(self.pid)] = ""
-            for process in psutil.Process(self.pid).children(recursive=True):
-                if (name := " ".join(process.cmdline()).strip()).startswith("sglang::"):
-                    names[os.pidfd_open(process.pid)] = name
-        return names
-
     def _look_after(self, names: dict[int, str]) -> None:
         """End the server after the first of its processes that is gone: for its detokenizer it would wait for ever."""
-        self._gone = first_gone(names, self._ended)
+        self._gone = first_gone(names, self._ended, self.pid)
         for descriptor in names:
             os.close(descriptor)
         self._broken.set()
@@ -197,7 +188,8 @@ class ServerProcess:
 
     def error_text(self, since: int = 0) -> str:
         """What ended first, what the server itself said went wrong after `since` bytes of its log, and where it is."""
-        self._broken.wait(EXIT_S)
+        if self._broken.wait(EXIT_S):
+            self._ended.wait(DYING_S)  # connections break before a process has ended
         ended = f"It ended with exit code {self._exit_code}. " if self._ended.is_set() else ""
         said = " ".join(filter(None, [self._who_is_gone(), server_error(self._log(since))]))
         return f"{said}\n{ended}Its log is {self.settings.log_path}."
@@ -216,22 +208,6 @@ class ServerProcess:
             self._ended.wait()
             end_group(self.pid)
         shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-def first_gone(names: dict[int, str], ended: threading.Event) -> list[str]:
-    """Wait for the first end among the processes of a server. Returns their names, none if the server itself is why.
-
-    `names`: of a process' descriptor; the server's own is "". `ended`: is set when the server has.
-    """
-    if not names:
-        return []
-    poll = select.poll()
-    for descriptor in names:
-        poll.register(descriptor, select.POLLIN)
-    # The kernel tells at once, and so which was first: the others follow within milliseconds.
-    gone = [names[descriptor] for descriptor, _ in poll.poll() if names[descriptor]]
-    # But its children follow a server whose own threads still end.
-    return [] if ended.wait(FIRST_S) else gone
 
 
 def _remove_leftovers() -> None:

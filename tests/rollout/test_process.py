@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from megatron_rl.errors import BackendError
+from megatron_rl.rollout.launch import GRACE_S, end_group
 from megatron_rl.rollout.options import ServerSettings
-from megatron_rl.rollout.process import FIRST_S, START_ATTEMPTS, ServerProcess, first_gone, free_ports
+from megatron_rl.rollout.process import START_ATTEMPTS, ServerProcess, free_ports
 from megatron_rl.rollout.server_log import server_error
+from megatron_rl.rollout.watching import FIRST_S, first_gone
 
 
 def test_the_error_of_a_traceback_is_found_among_other_lines() -> None:
@@ -66,13 +68,19 @@ def test_what_ends_first_is_named_and_errors_from_before_a_call_are_not(tmp_path
 
     class Shell(ServerProcess):
         def _start(self, port: int) -> None:
-            script = "for i in 0 1; do (exec -a sglang::scheduler_TP$i sleep 1000) & done; echo KeyError: old; wait"
+            script = "for i in 0 1; do (exec -a sglang::scheduler_TP$i sleep 1000) & done; echo KeyError: old; "
+            script += "exec sleep 1000"
             with log.open("wb") as output:
                 self.server = subprocess.Popen(["bash", "-c", script], stdout=output, start_new_session=True)
             self.pid = self.server.pid
+            threading.Thread(target=self.wait_for_its_end, daemon=True).start()
+
+        def wait_for_its_end(self) -> None:
+            self._exit_code = self.server.wait()
+            self._ended.set()
 
         def _wait_until_healthy(self) -> None:
-            while sum(p.cmdline()[0].startswith("sglang::") for p in self.children()) < 2 or not self.log_bytes:
+            while sum(" ".join(p.cmdline()).startswith("sglang::") for p in self.children()) < 2 or not self.log_bytes:
                 time.sleep(0.01)
 
         def children(self) -> list[psutil.Process]:
@@ -88,11 +96,9 @@ def test_what_ends_first_is_named_and_errors_from_before_a_call_are_not(tmp_path
         server.watch()
     first.kill()
 
-    assert server.error_text(since).startswith("sglang::scheduler_TP1 1000 is gone. ValueError: this one\nIts log")
+    told = "sglang::scheduler_TP1 1000 is gone. ValueError: this one\nIt ended with exit code -9. Its log"
+    assert server.error_text(since).startswith(told)  # that it ended, too, though who asks knew it before
     assert "KeyError: old" in server.error_text()
-    server.server.kill()
-    server.server.wait()
-    server._ended.set()
     server.stop()
 
 
@@ -174,23 +180,54 @@ def test_processes_of_a_server_can_set_their_titles_whatever_it_does_to_its_envi
     assert done.stdout == "sglang::scheduler\n", done.stderr
 
 
-@pytest.mark.parametrize(("server_ends", "gone"), [(True, []), (False, ["sglang::scheduler"])])
-def test_a_child_that_is_gone_before_the_server_has_ended_may_have_followed_it(
-    server_ends: bool, gone: list[str]
-) -> None:
-    """Children of a killed server go while its own threads still end."""
+MAIN_THREAD_GONE = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(1000,)).start()
+print("ready", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "gone"),
+    [("whole", []), ("main thread", []), ("child", ["sglang::scheduler"])],
+    ids=str,
+)
+def test_a_child_that_is_gone_before_the_server_has_ended_may_have_followed_it(ends: str, gone: list[str]) -> None:
+    """Children of a killed server go with its main thread, while others still end: for seconds on a busy machine."""
     ended = threading.Event()
-    processes = [subprocess.Popen(["sleep", "1000"]) for _ in range(3)]
+    program = MAIN_THREAD_GONE if ends == "main thread" else "print('ready', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen([sys.executable, "-c", program], **pipes)
+    processes = [server, *(subprocess.Popen(["sleep", "1000"]) for _ in range(2))]
     descriptors = [os.pidfd_open(process.pid) for process in processes]
     try:
+        assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+        deadline = time.monotonic() + 20
+        while ends == "main thread" and psutil.Process(server.pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         processes[1].kill()
-        if server_ends:
+        if ends == "whole":
             threading.Timer(FIRST_S / 4, ended.set).start()
 
         names = dict(zip(descriptors, ["", "sglang::scheduler", "sglang::detokenizer"], strict=True))
-        assert first_gone(names, ended) == gone
+        assert first_gone(names, ended, server.pid) == gone
     finally:
         for process, descriptor in zip(processes, descriptors, strict=True):
             process.kill()
-            process.wait()
+            process.communicate()
             os.close(descriptor)
+
+
+def test_a_group_is_gone_when_none_of_it_runs_whether_somebody_asks_for_its_end_or_not() -> None:
+    """As in a container whose first process is not made for that; a group waits a few seconds for those that run."""
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    process.kill()
+    begin = time.monotonic()
+
+    end_group(process.pid)
+
+    assert time.monotonic() - begin < GRACE_S
+    os.killpg(process.pid, 0)  # it is there, as far as this call sees
+    process.wait()

@@ -1,6 +1,7 @@
 """Work in small processes: bounded units over a pool, and single steps whose memory is given back by ending."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -70,7 +71,7 @@ class Child:
 
 def _serve(pipe: Connection, other: Connection, owner: int) -> None:
     other.close()
-    _end_with(owner)
+    follow(owner)
     while True:
         function, args = pipe.recv()
         try:
@@ -93,7 +94,7 @@ def over_units[U, R](
     results: dict[int, R] = {}
     with (
         Meter(what, sum(nbytes)) as meter,
-        ProcessPoolExecutor(min(processes, len(units)), context, _end_with, (os.getpid(),)) as pool,
+        ProcessPoolExecutor(min(processes, len(units)), context, follow, (os.getpid(),)) as pool,
     ):
         # A large one that came last would be alone.
         order = sorted(range(len(units)), key=lambda i: -nbytes[i])
@@ -111,8 +112,14 @@ def over_units[U, R](
     return [results[i] for i in range(len(units))]
 
 
-def _end_with(owner: int) -> None:
-    """End when the owner does, however it ends; signals to the whole group are the owner's to handle."""
+def follow(owner: int) -> None:
+    """What a process begins with that was forked from `owner`: it ends when that does, however that ends.
+
+    Signals to the whole group are the owner's to handle.
+    """
+    # What the owner has thrown away stays: a store of torch's ends by joining its thread, which was not forked. Under
+    # its handle libc may have given out one of ours by then, which never ends.
+    gc.freeze()
     ctypes.CDLL("libc.so.6", use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
         os._exit(1)

@@ -64,3 +64,31 @@ def test_a_worker_computes_though_its_owner_has_computed_with_threads() -> None:
     command = ["timeout", "-s", "KILL", "60", sys.executable, "-c", AFTER_THREADS]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "[4194304.0]\n", done.stderr
+
+
+AFTER_A_STORE = """
+import gc
+import torch.distributed as dist
+from megatron_rl.convert.workers import over_units
+
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+def collect(_):
+    own = store()
+    gc.collect()
+    return "lives"
+
+gc.disable()
+thrown_away = [store()]
+thrown_away.append(thrown_away)
+del thrown_away
+print(over_units(collect, [1], [1], processes=1, what="collect"))
+"""
+
+
+def test_a_worker_leaves_alone_what_its_owner_has_thrown_away() -> None:
+    """A store ends by joining its thread, which was not forked: under its handle libc may have one of the worker's."""
+    command = ["timeout", "-s", "KILL", "60", sys.executable, "-c", AFTER_A_STORE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "['lives']\n", done.stderr

@@ -11,9 +11,8 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
-
 import megatron_rl.trainer.worker  # noqa: F401 # imported before forking: once, not once a rank
+from megatron_rl.convert.workers import follow
 
 
 def run_ranks(
@@ -57,12 +56,13 @@ def run_ranks(
 
 def _fork(function: Callable[..., Any], rank: int, args: Sequence[Any], timeout_s: float) -> tuple[int, int]:
     read, write = os.pipe()
-    pid = os.fork()
+    owner, pid = os.getpid(), os.fork()
     if pid:
         os.close(write)
         return pid, read
+    follow(owner)
     faulthandler.dump_traceback_later(0.9 * timeout_s, file=sys.__stderr__)  # where it waits
-    torch.set_num_threads(1)  # OpenMP's threads were not forked: the first sum over them would wait for ever
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as in a run: each group would ask the DNS where this machine is
     try:
         answer = (True, function(rank, *args))
     except BaseException as error:  # noqa: BLE001 # carried to the test

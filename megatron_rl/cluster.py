@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 
 from megatron_rl.arrangement import OBJECT_STORE_BYTES
 from megatron_rl.errors import BackendError, ConfigError
-from megatron_rl.failures import LOST, explain
+from megatron_rl.failures import LOST, explain, lost_a_peer
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,9 @@ KNOCK_TIMEOUT_S = 2.0
 LOOK_EVERY_S = 5.0
 """At the nodes, while waiting."""
 GRACE_S = 2.0
-"""After a first failure: time for a dead actor to be told apart from its peers' broken connections."""
+"""After a failure, for those that come with it."""
+LOST_PEER_GRACE_S = 10.0
+"""After a failure that is a broken connection to a process, for the end of that one to be told on a busy machine."""
 _GUARD = """
 import contextlib, os, signal, sys
 sys.stdin.read()  # until the driver, which has the other end, is gone
@@ -201,8 +203,8 @@ def gather(
             try:
                 ray.get(ref)
             except RayError as error:
-                if not failed:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                grace_s = LOST_PEER_GRACE_S if lost_a_peer(error) else GRACE_S
+                deadline = min(deadline, time.monotonic() + grace_s)
                 failed[name] = error
     if failed:
         first = sorted(failed.items(), key=lambda one: one[0] not in watched)

@@ -61,6 +61,11 @@ def explain(failed: Mapping[str, Exception], *, what: str, logs: Path | None, lo
     return BackendError(f"{what}: {name} failed with {type(cause).__name__}: {cause}. {_tail(name, logs)}")
 
 
+def lost_a_peer(error: Exception) -> bool:
+    """Whether it says only that another process is gone, which may say why itself."""
+    return bool(_PEER_IS_GONE.search(str(getattr(error, "cause", error))))
+
+
 def _tail(name: str, logs: Path | None) -> str:
     path = logs / f"{name}.log" if logs else None
     if path is None or not path.exists():

@@ -1,10 +1,12 @@
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -34,12 +36,12 @@ class Process:
         if what == "lose a peer":
             raise BackendError("engine-0 ended: gloo: Connection closed by peer [10.0.0.1]:5")
         if what == "end":
-            time.sleep(0.5)  # its peers notice first
+            time.sleep(cluster.GRACE_S + 1)  # its peers notice long before
             raise BackendError("engine-0-part-1 ended.")
         if what == "theirs":
             raise SyncError("engine 0 rank 1 ended.")
         if what == "sleep":
-            time.sleep(60)
+            time.sleep(1000)
         return what
 
 
@@ -51,12 +53,23 @@ def pool() -> Iterator[pools.Pool]:
 
 
 def test_an_address_that_ray_does_not_understand_is_refused_with_the_mend() -> None:
-    with pytest.raises(ConfigError, match="cannot connect to cluster.address=here: .*HOST:PORT"):
-        cluster.start(address="here", cpus=1)
+    """In a process of its own, as others below: this one may be connected."""
+    program = "from megatron_rl import cluster\ncluster.start(address='here', cpus=1)"
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert re.search("ConfigError: .*cannot connect to cluster.address=here: .*HOST:PORT", done.stderr), done.stderr
 
 
-def call(pool: pools.Pool, logs: Path, orders: list[str], *, timeout_s: float = 30.0, late: str = "wait") -> list[str]:
-    actors = [pool.spawn(Process, index=i, log=logs / f"trainer-{i}.log") for i in range(len(orders))]
+def started(pool: pools.Pool, logs: Path, count: int) -> list[Any]:
+    """Actors that are there: what they are then told to do takes the time that it says."""
+    actors = [pool.spawn(Process, index=i, log=logs / f"trainer-{i}.log") for i in range(count)]
+    ray.get([actor.do.remote("nothing") for actor in actors])
+    return actors
+
+
+def call(pool: pools.Pool, logs: Path, orders: list[str], *, timeout_s: float = 120.0, late: str = "wait") -> list[str]:
+    actors = started(pool, logs, len(orders))
     calls = {f"trainer-{i}": a.do.remote(order) for i, (a, order) in enumerate(zip(actors, orders, strict=True))}
     try:
         return cluster.gather(calls, what="Step 3", timeout_s=timeout_s, logs=logs, late=late)
@@ -76,6 +89,7 @@ def test_a_dead_process_is_named_while_others_wait(pool: pools.Pool, tmp_path: P
 
 
 def test_who_loses_a_peer_is_not_taken_for_the_cause(pool: pools.Pool, tmp_path: Path) -> None:
+    """Also where its end is told later than those of peers that fail with a cause of their own would be waited for."""
     with pytest.raises(BackendError, match="engine-0-part-1 ended"):
         call(pool, tmp_path, ["lose a peer", "end"])
     with pytest.raises(BackendError, match="Connection closed by peer"):
@@ -83,14 +97,12 @@ def test_who_loses_a_peer_is_not_taken_for_the_cause(pool: pools.Pool, tmp_path:
 
 
 def test_a_watched_process_that_ends_ends_the_wait_for_others(pool: pools.Pool, tmp_path: Path) -> None:
-    waiting, watched = (pool.spawn(Process, index=i, log=tmp_path / f"{i}.log") for i in range(2))
+    waiting, watched = started(pool, tmp_path, 2)
     calls, watches = {"engine-0": waiting.do.remote("sleep")}, {"engine-0-part-1": watched.do.remote("end")}
 
-    began = time.monotonic()
     with pytest.raises(BackendError, match="engine-0-part-1 ended"):
-        cluster.gather(calls, what="Generating", timeout_s=30.0, watched=watches)
+        cluster.gather(calls, what="Generating", timeout_s=120.0, watched=watches)
 
-    assert time.monotonic() - began < 20
     for actor in (waiting, watched):
         ray.kill(actor)
 
@@ -110,18 +122,18 @@ def test_errors_that_differ_are_all_told_and_equal_ones_once(pool: pools.Pool, t
 
 
 def test_who_has_not_ended_is_known_whether_others_failed_or_not(pool: pools.Pool, tmp_path: Path) -> None:
-    actors = [pool.spawn(Process, index=i, log=tmp_path / f"trainer-{i}.log") for i in range(2)]
+    actors = started(pool, tmp_path, 2)
     calls = {"trainer-0": actors[0].do.remote("sleep"), "trainer-1": actors[1].do.remote("ours")}
 
     try:
         with pytest.raises(ConfigError):
-            cluster.gather(calls, what="Step 3", timeout_s=30.0)
+            cluster.gather(calls, what="Step 3", timeout_s=120.0)
         assert cluster.still_running(calls, 0.1) == ["trainer-0"]
         assert cluster.still_running({}, 10.0) == []
     finally:
         for actor in actors:
             ray.kill(actor)
-    assert cluster.still_running(calls, 10.0) == []
+    assert cluster.still_running(calls, 60.0) == []
 
 
 def test_no_answer_in_time_names_who_is_missing(pool: pools.Pool, tmp_path: Path) -> None:
@@ -142,7 +154,7 @@ def test_a_constructor_that_raises_is_told_apart_from_a_death(
     actor = pool.spawn(Process, fault, index=0, log=tmp_path / "trainer-0.log")
 
     with pytest.raises(kind, match=message):
-        cluster.gather({"trainer-0": actor.do.remote("a")}, what="Starting", timeout_s=30.0, logs=tmp_path)
+        cluster.gather({"trainer-0": actor.do.remote("a")}, what="Starting", timeout_s=120.0, logs=tmp_path)
 
 
 def test_what_the_cluster_does_not_have_is_refused_with_what_it_has(pool: pools.Pool) -> None:
@@ -151,7 +163,7 @@ def test_what_the_cluster_does_not_have_is_refused_with_what_it_has(pool: pools.
 
 
 def test_a_directory_too_deep_for_rays_sockets_is_named_with_the_mend() -> None:
-    """As a batch system's TMPDIR may be. In a process of its own: this one is connected."""
+    """As a batch system's TMPDIR may be."""
     program = "from megatron_rl import cluster\ncluster.start(address=None, cpus=1)"
     environment = {**os.environ, "RAY_TMPDIR": f"/tmp/{'deep' * 20}"}
 
@@ -182,16 +194,20 @@ def test_that_ray_ends_the_program_with_its_raylet_is_said() -> None:
 
 
 INTERRUPTED = """
-import os, signal, threading, time, psutil
+import os, signal, time, psutil
+from ray._private.node import Node
 from megatron_rl import cluster
 
-def interrupt():
-    while not (found := [c for p in psutil.Process().children() if p.name() == "raylet" for c in p.children()]):
+start = Node.start_ray_processes
+
+def interrupted(node):
+    start(node)
+    while not any(p.children() for p in psutil.Process().children() if p.name() == "raylet"):
         time.sleep(0.01)
     print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
-threading.Thread(target=interrupt, daemon=True).start()
+Node.start_ray_processes = interrupted
 cluster.start(address=None, cpus=1)
 print("started")
 """
@@ -204,7 +220,15 @@ def test_a_start_that_is_interrupted_leaves_no_process() -> None:
     assert done.returncode and "started" not in done.stdout, done
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) >= 3, done  # GCS server, raylet, and an agent
-    deadline = time.monotonic() + 10
-    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+    deadline = time.monotonic() + 30  # of the minute that they would take
+    while left := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def runs(pid: int) -> bool:
+    """In a container, nobody may ask for the ends of those that have lost their parents."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

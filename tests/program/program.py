@@ -22,6 +22,27 @@ DEADLINE_S = 900.0
 GONE_S = 60.0
 """For the last process to end after the run's own."""
 DONE, FAILED, REFUSED, STOPPED, INTERRUPTED = 0, 1, 2, 85, 130
+HELD = """
+import os, signal, sys
+from megatron_rl.main import main
+
+class Held:
+    def __init__(self, stream, text):
+        self.stream, self.text = stream, text
+
+    def write(self, text):
+        self.stream.write(text)
+        self.stream.flush()
+        if self.text in text:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+sys.stdout = Held(sys.stdout, sys.argv[1])
+sys.exit(main(sys.argv[2:]))
+"""
+"""The program, which stops itself whenever it has printed a text: what a test does then comes at that moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +69,17 @@ class Ended:
 class Run:
     """One process of the program, and all that it starts."""
 
-    def __init__(self, arguments: Sequence[str], output: Path):
+    def __init__(self, arguments: Sequence[str], output: Path, hold_at: str = ""):
         self._mark, self._output = uuid.uuid4().hex, output
         self._cpu_s = 0.0
         self._seen: set[psutil.Process] = set()
         self._looked_at: set[int] = set()
         """Pids; one that is used again belongs to a descendant, or to nobody of this run."""
+        program = ["-c", HELD, hold_at] if hold_at else ["-m", "megatron_rl.main"]
         environment = {**os.environ, MARK: self._mark, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         with output.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.main", *arguments],
+                [sys.executable, *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -86,6 +108,14 @@ class Run:
         """Until it has printed `text`."""
         self.wait_until(lambda: text in self.text(), what=f"it printed {text!r}")
 
+    def wait_until_held(self) -> None:
+        """Until the program has stopped itself, at the text that it was started with."""
+        self.wait_until(lambda: _status(psutil.Process(self.process.pid)) == psutil.STATUS_STOPPED, what="it held")
+
+    def release(self) -> None:
+        """Let it go on; signals that it was sent meanwhile come first."""
+        self.process.send_signal(signal.SIGCONT)
+
     def processes(self) -> list[psutil.Process]:
         """The run's living processes: by its mark, by descent, and those seen before that have lost their parent."""
         new = set(psutil.pids()) - self._looked_at - {os.getpid()}
@@ -95,7 +125,7 @@ class Run:
             driver = psutil.Process(self.process.pid)
             found |= {driver, *driver.children(recursive=True)}
         self._seen |= found
-        return [p for p in self._seen if p.is_running() and not _is_zombie(p)]
+        return [p for p in self._seen if p.is_running() and _status(p) != psutil.STATUS_ZOMBIE]
 
     def _marked(self, pid: int) -> psutil.Process | None:
         try:
@@ -161,9 +191,9 @@ def _in_the_foreground() -> None:
 
 
 @contextlib.contextmanager
-def running(arguments: Sequence[str], output: Path) -> Iterator[Run]:
-    """A run, of which nothing lives afterwards."""
-    run = Run(arguments, output)
+def running(arguments: Sequence[str], output: Path, *, hold_at: str = "") -> Iterator[Run]:
+    """A run, of which nothing lives afterwards. It stops itself when it has printed `hold_at`, until `release`."""
+    run = Run(arguments, output, hold_at)
     try:
         yield run
     finally:
@@ -185,8 +215,8 @@ def describe(processes: Sequence[psutil.Process]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _is_zombie(process: psutil.Process) -> bool:
+def _status(process: psutil.Process) -> str:
     try:
-        return process.status() == psutil.STATUS_ZOMBIE
+        return process.status()
     except psutil.NoSuchProcess:
-        return True
+        return psutil.STATUS_ZOMBIE

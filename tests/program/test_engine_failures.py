@@ -33,12 +33,11 @@ def interrupted_training(world: World, trained: Finished) -> Interrupted:
     arguments = world.arguments("interrupted")
 
     def attempt(kill: Callable[[Run], None]) -> Ended:
-        with running(arguments, world.output("interrupted")) as run:
-            run.wait_for(f"step {MIDDLE + 1}/")
+        with running(arguments, world.output("interrupted"), hold_at=f"step {MIDDLE + 1}/") as run:
+            run.wait_until_held()
             kill(run)
-            ended = run.end()
-        assert not (path / f"checkpoints/step_{STEPS:06d}").exists(), "all steps were done before the kill arrived"
-        return ended
+            run.release()
+            return run.end()
 
     engine = attempt(lambda run: run.kill("sglang::scheduler"))
     driver = attempt(lambda run: run.signal(signal.SIGKILL))

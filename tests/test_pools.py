@@ -92,7 +92,9 @@ def test_roles_with_nodes_of_their_own_share_none() -> None:
     assert "rollout needs 2 times 2 GPUs side by side, and 1 nodes of 8, with 8 taken, have no room" in problem
 
 
-def test_without_a_cluster_nobody_outside_reaches_a_process() -> None:
+def test_without_a_cluster_nobody_outside_reaches_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # the tests below may have connected
+
     assert own_address() == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
 

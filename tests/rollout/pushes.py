@@ -19,15 +19,18 @@ from megatron_rl.rollout.server import Server
 from megatron_rl.trainer.weights import import_hf
 from megatron_rl.trainer.worker import Worker
 
+LIMIT_S = 300.0
+"""For a push, which takes seconds; test machines may be busy."""
+
 
 def gather(calls: Mapping[str, Any]) -> list[Any]:
     """Results in order. Raises: the last call's error, which is an engine's, before the others'."""
     results = {}
     for name, call in reversed(calls.items()):
         if isinstance(call, ray.ObjectRef):
-            (results[name],) = cluster.gather({name: call}, what="Weight sync", timeout_s=60)
+            (results[name],) = cluster.gather({name: call}, what="Weight sync", timeout_s=LIMIT_S)
         else:
-            results[name] = call.result(60)
+            results[name] = call.result(LIMIT_S)
     return [results[name] for name in calls]
 
 

@@ -73,13 +73,18 @@ def assert_greedy_text_is_that_of_transformers(server: Server, path: Path) -> No
 
 def schedulers(group: int) -> list[int]:
     """Pids of the ranks of the server that leads this process group."""
-    ranks = {}
+    return titled(group, "sglang::scheduler")
+
+
+def titled(group: int, title: str) -> list[int]:
+    """Pids of a process group's processes whose titles begin so, in the order of these."""
+    found = {}
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
         with contextlib.suppress(ProcessLookupError):
-            if line.startswith("sglang::scheduler") and os.getpgid(process.pid) == group:
-                ranks[line] = process.pid
-    return [ranks[line] for line in sorted(ranks)]
+            if line.startswith(title) and os.getpgid(process.pid) == group:
+                found[line] = process.pid
+    return [found[line] for line in sorted(found)]
 
 
 def greedy_text(server: Server) -> list[int]:

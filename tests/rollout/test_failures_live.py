@@ -2,9 +2,11 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -16,7 +18,7 @@ import pytest
 from megatron_rl.errors import BackendError
 from megatron_rl.rollout.options import ServerSettings
 from megatron_rl.rollout.server import Request, Server
-from tests.rollout.servers import checkpoint, running
+from tests.rollout.servers import checkpoint, running, titled
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
@@ -38,13 +40,23 @@ def members(group: int) -> list[int]:
     return alive
 
 
-def leftovers(pids: list[int]) -> list[str]:
-    """Shared memory and temporary directories that are named after these processes."""
-    names = [*os.listdir("/dev/shm"), *os.listdir("/tmp")]
-    return [n for n in names if {str(pid) for pid in pids} & set(re.split("[-_]", n))]
+@pytest.fixture
+def names_before() -> set[str]:
+    """Other servers of this process, and what earlier ones with the same numbers may have left."""
+    return names()
 
 
-def wait_until_gone(group: int, *, timeout_s: float = 20.0) -> list[int]:
+def names() -> set[str]:
+    """Of shared memory and temporary directories."""
+    return {*os.listdir("/dev/shm"), *os.listdir(tempfile.gettempdir())}
+
+
+def leftovers(pids: list[int], before: set[str]) -> list[str]:
+    """New names that hold the number of one of these processes."""
+    return [n for n in names() - before if {str(pid) for pid in pids} & set(re.split("[-_]", n))]
+
+
+def wait_until_gone(group: int, *, timeout_s: float = 60.0) -> list[int]:
     """The group's processes after at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (alive := members(group)) and time.monotonic() < deadline:
@@ -75,13 +87,15 @@ def test_a_start_that_takes_too_long_is_ended(path: Path) -> None:
         raise AssertionError("it started")
 
 
-def test_a_server_whose_detokenizer_is_killed_ends_and_is_reported_with_its_log(path: Path) -> None:
+def test_a_server_whose_detokenizer_is_killed_ends_and_is_reported_with_its_log(
+    path: Path, names_before: set[str]
+) -> None:
     """By itself it would wait for it until the request's time is over. That of the server: tests/program."""
     with running(path) as server:
         pid = server.pid()
         pids = members(pid)
-        (victim,) = (p for p in map(psutil.Process, pids) if "sglang::detokenizer" in " ".join(p.cmdline()))
-        threading.Timer(1.0, victim.kill).start()
+        (victim,) = titled(pid, "sglang::detokenizer")
+        threading.Timer(1.0, os.kill, (victim, signal.SIGKILL)).start()
         long = Request(((5, 6, 7),) * 8, 1, tuple(range(8)), max_tokens=900, temperature=1.0)
 
         with pytest.raises(
@@ -91,10 +105,10 @@ def test_a_server_whose_detokenizer_is_killed_ends_and_is_reported_with_its_log(
                 server.generate(long)
 
         assert wait_until_gone(pid) == []
-    assert leftovers([*pids, os.getpid()]) == []
+    assert leftovers([*pids, os.getpid()], names_before) == []
 
 
-def test_a_server_ends_with_an_owner_that_is_killed(path: Path, tmp_path: Path) -> None:
+def test_a_server_ends_with_an_owner_that_is_killed(path: Path, tmp_path: Path, names_before: set[str]) -> None:
     program = """
         import sys, time
         from pathlib import Path
@@ -116,10 +130,10 @@ def test_a_server_ends_with_an_owner_that_is_killed(path: Path, tmp_path: Path) 
     assert wait_until_gone(group) == []
     with pytest.raises(BackendError), running(path, start_timeout_s=0.0):  # the next start sweeps
         raise AssertionError("it started")
-    assert leftovers([*pids, owner.pid]) == []
+    assert leftovers([*pids, owner.pid], names_before) == []
 
 
-def test_a_stopped_server_of_two_ranks_leaves_nothing(path: Path) -> None:
+def test_a_stopped_server_of_two_ranks_leaves_nothing(path: Path, names_before: set[str]) -> None:
     with running(path, tp=2) as server:
         group = server.pid()
         pids = members(group)
@@ -128,7 +142,7 @@ def test_a_stopped_server_of_two_ranks_leaves_nothing(path: Path) -> None:
         assert shared
 
     assert members(group) == []
-    assert leftovers([*pids, os.getpid()]) == []
+    assert leftovers([*pids, os.getpid()], names_before) == []
     assert [name for name in shared if os.path.exists(name)] == []
 
 

@@ -1,5 +1,6 @@
 """The driver's side over Ray, with two real servers: order, balance, scores, a push, and engines that die."""
 
+import contextlib
 import json
 import os
 import signal
@@ -30,7 +31,7 @@ from megatron_rl.trainer.trainer import MegatronTrainer
 from megatron_rl.trainer.worker import Worker
 from megatron_rl.types import Prompt
 from tests.resharding.pushing import before_offer, flip_a_bit
-from tests.rollout.pushes import WAITING, RankHere
+from tests.rollout.pushes import LIMIT_S, WAITING, RankHere
 from tests.rollout.servers import START_TIMEOUT_S, checkpoint, hf_config, schedulers
 from tests.trainer.setup import make_config
 
@@ -197,7 +198,7 @@ def test_who_is_killed_in_the_middle_of_a_push_is_named_and_what_takes_its_place
     config, pool = make_config({"ep": 2}, world_size=RANKS), pools.Pool("trainer", RANKS, cpus=1)
     trainer = KillingTrainer(config, setting.path, pool=pool, logs=setting.logs)
     trainer.ready()
-    wait = partial(cluster.gather, what="Weight sync", timeout_s=60, logs=setting.logs)
+    wait = partial(cluster.gather, what="Weight sync", timeout_s=LIMIT_S, logs=setting.logs)
     sync = EngineSync(trainer, setting.fleet, two, gather=wait, still_running=cluster.still_running)
 
     sync.push(version=20)
@@ -237,8 +238,11 @@ class DiesBeforeCommit:
 
 def test_engines_that_die_are_named_and_leave_no_process(setting: Setting) -> None:
     """Last: the fleet does not survive it."""
-    found = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    ours = {p: " ".join(p.cmdline()).strip() for p in found}
+    ours = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # Ray ends workers that are idle
+            if process.status() != psutil.STATUS_ZOMBIE:
+                ours[process] = " ".join(process.cmdline()).strip()
     launched = {p for p, line in ours.items() if "megatron_rl.rollout.launch" in line}
     servers = {p.pid: p for p in launched if ours.get(p.parent(), "").startswith("ray::")}
     waiting = [p for p, line in ours.items() if line in {f"megatron-rl: waits for the end of {pid}" for pid in servers}]
@@ -256,5 +260,5 @@ def test_engines_that_die_are_named_and_leave_no_process(setting: Setting) -> No
     os.kill(servers[first].ppid(), signal.SIGKILL)
     with pytest.raises(BackendError, match=r"engine-0 died"):
         setting.fleet.pause()
-    _, alive = psutil.wait_procs([*servers.values(), *waiting, *map(psutil.Process, children)], timeout=10)
+    _, alive = psutil.wait_procs([*servers.values(), *waiting, *map(psutil.Process, children)], timeout=60)
     assert alive == []

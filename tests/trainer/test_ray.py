@@ -45,12 +45,17 @@ def stored_batch(seed: int) -> Batch:
     return Batch(samples=tuple(samples), schedule=SCHEDULE, advantages=np.array([1, -1, 0.5, -0.5], np.float32))
 
 
+def listeners() -> set[tuple[str, int]]:
+    """Addresses and ports of this process."""
+    return {tuple(c.laddr) for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+
+
 def meet(rank: int, directory: str, config: Any, pipe: tuple[int, int]) -> str:
     worker = Worker(config, rank, directory)
     if rank == 0:
+        before = listeners()  # which the process that was forked had open
         address = worker.address()
-        listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
-        assert listening == {"127.0.0.1"}  # this machine is all there is
+        assert [ip for ip, _ in listeners() - before] == ["127.0.0.1"]  # this machine is all there is
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("", int(address.rpartition(":")[2])))  # another program that looks for a free port
         os.write(pipe[1], address.encode())

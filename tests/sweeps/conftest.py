@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -57,11 +58,11 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
     found = Queue(tmp_path / "queue")
     found.path.mkdir()
     found.script().touch()
-    program = f"#!{sys.executable} -IS\n{Path(__file__).with_name('slurm.py').read_text()}"
+    words = shlex.join([sys.executable, "-IS", str(Path(__file__).with_name("slurm.py"))])
     for name in ("sbatch", "squeue"):
-        link = found.path / name
-        link.write_text(program)
-        link.chmod(link.stat().st_mode | stat.S_IXUSR)
+        program = found.path / name
+        program.write_text(f'#!/bin/sh\nexec {words} {name} "$@"\n')
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("QUEUE", str(found.path))
     monkeypatch.setenv("PATH", f"{found.path}{os.pathsep}{os.environ['PATH']}")
     return found

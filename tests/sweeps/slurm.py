@@ -53,4 +53,4 @@ def end(run: Path, *, lr: float, error: str) -> None:
 
 
 if __name__ == "__main__":
-    sbatch(sys.argv[1:]) if Path(sys.argv[0]).name == "sbatch" else squeue()
+    sbatch(sys.argv[2:]) if sys.argv[1] == "sbatch" else squeue()

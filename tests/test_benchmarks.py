@@ -18,7 +18,7 @@ pytestmark = pytest.mark.live
 def run(*arguments: object) -> str:
     """What a tool printed."""
     command, environment = [sys.executable, *map(str, arguments)], {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -107,7 +107,7 @@ def test_a_quarter_of_a_gigabyte_fits_in_memory_and_survives_a_kill(tmp_path: Pa
     """Speed is not compared: at this size the start takes longest. `tools/bench_convert.py --gb 8` compares it."""
     command = [sys.executable, str(ROOT / "tools" / "bench_convert.py"), "--gb", "0.256", "--directory", str(tmp_path)]
 
-    out = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    out = subprocess.run(command, capture_output=True, text=True)
 
     assert out.returncode == 0, out.stderr
     peaks = [float(found) for found in re.findall(r"peak memory ([\d.]+) GB PSS", out.stdout)]

@@ -14,7 +14,6 @@ def test_every_kernel_equals_its_reference_in_tritons_interpreter() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
     )
 
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]

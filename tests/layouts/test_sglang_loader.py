@@ -69,7 +69,7 @@ def loaded(tmp_path_factory: Any) -> list[dict[str, Any]]:
         str(directory),
         json.dumps(ALL_CUTS),
     ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

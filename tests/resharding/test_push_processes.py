@@ -16,6 +16,7 @@ from megatron_rl.errors import SyncError
 from megatron_rl.resharding.receiver import Receiver
 from megatron_rl.resharding.sender import Sender
 from megatron_rl.resharding.spec import Placement, Push, SyncSpec
+from megatron_rl.resharding.transport.links import STALL_S
 from megatron_rl.resharding.transport.shm import SharedBuffer
 from megatron_rl.resharding.transport.slots import Slots
 from tests.resharding.pushing import PAD, destinations, fill, make_spec, sources
@@ -24,8 +25,8 @@ from tests.trainer.ranks import run_ranks
 pytestmark = pytest.mark.live
 
 TWO_NODES = Placement(((0, 0), (0, 1), (1, 0), (1, 1)), ((1, 2), (1, 3)))
-SOON_S = 10.0
-"""Of the 30 s in which survivors must be back; they are told by the operating system, not by a deadline."""
+SOON_S = STALL_S - 2
+"""In which survivors must be back: they are told by the operating system, not by a deadline."""
 
 
 def kill_at(count: int) -> Callable[..., Any]:
@@ -125,9 +126,7 @@ def test_a_rank_that_is_killed_is_named_and_a_new_one_takes_its_place(
 
     count = 3 if is_opened else 2  # soon after the first, of which the takers tell it that they cannot open it
 
-    results = run_ranks(
-        7, both_pushes, spec, tmp_path, sessions, victim, count, is_opened, timeout_s=60, mortal=(victim,)
-    )
+    results = run_ranks(7, both_pushes, spec, tmp_path, sessions, victim, count, is_opened, mortal=(victim,))
 
     survivors = [result for rank, result in enumerate(results[:6]) if rank != victim]
     assert results[victim] is None

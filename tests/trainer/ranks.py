@@ -16,7 +16,7 @@ from megatron_rl.convert.workers import follow
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, mortal: Collection[int] = ()
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0, mortal: Collection[int] = ()
 ) -> list[Any]:
     """[function(rank, *args) for each rank], each in its own process; None for one of `mortal` that died.
 

@@ -1,8 +1,8 @@
 """What slurm_grpo.sh asks of the nodes of its job, each as a job step:
 
-job_steps.py plan COUNT ARGUMENT ...   on the first of COUNT nodes: the run directory, and where Ray's head will listen
-job_steps.py start HEAD IP PORT ROLE   on every node: hold a Ray node until a signal, or until it breaks
-job_steps.py wait IP PORT NODE ...     until Ray has exactly these, with a deadline; prints where each is reached
+job_steps.py plan COUNT ARGUMENT ...       on the first of COUNT nodes: the run directory, and where Ray will listen
+job_steps.py start HEAD IP PORT LOGS ROLE  on every node: hold a Ray node until a signal, or until it breaks
+job_steps.py wait IP PORT NODE ...         until Ray has exactly these, with a deadline; prints where each is reached
 """
 
 import contextlib
@@ -17,22 +17,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import psutil
-
-from megatron_rl.arrangement import OBJECT_STORE_BYTES
-from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError
 
 REFUSED, LOST = 2, 75
 """Exit codes: the config or the environment is wrong; a node did not come, or was lost."""
-POLL_S = 0.2
-ANSWER_S = 3.0
-"""For one answer of a node."""
-FIRST_PORT, PORTS, PORTS_A_JOB = 20_000, 10_000, 10
-"""Below the ports that a kernel gives out by itself. Jobs that start together on a node look at different ones."""
+try:
+    from launch.addresses import (
+        ANSWER_S,
+        POLL_S,
+        PORTS,
+        PORTS_A_JOB,
+        free_port,
+        node_name,
+        own_address,
+        wait_for_port,
+    )
+    from megatron_rl.arrangement import OBJECT_STORE_BYTES, cpus_needed
+    from megatron_rl.errors import BackendError, ConfigError, DataError, LayoutError
+except ModuleNotFoundError as error:
+    print(
+        f"\nrefused: {sys.executable} of {socket.gethostname()} has no {error.name}. Make the clone's environment with "
+        "`make env`, or name another interpreter with MRL_PYTHON, or an image (docs/cluster.md).",
+        file=sys.stderr,
+    )
+    sys.exit(REFUSED)
 TEMPORARY = "mrl-ray-"
+LONGEST_PARENT = 26
+"""Bytes: of a socket's path, of which there may be 107, the rest is TEMPORARY's, a session's, and the socket's name."""
+SHARED_S = 20.0
+"""For a directory to be seen on another node."""
 KEPT_LOGS = {
     "raylet.out": r" [EFC] \d",
     "raylet.err": r"^(?!.*\(\+0x)",
@@ -53,72 +67,47 @@ def plan(count: str, *arguments: str) -> int:
             f"cluster.nodes={config.cluster.nodes}, and the job has {count}: the layout was made for the former. "
             f"Submit with sbatch --nodes={config.cluster.nodes}, or set cluster.nodes={count}."
         )
+    have, need = cpus_of_job(os.environ), cpus_needed(config)
+    if have < need:
+        raise ConfigError(
+            f"The job has {have} CPUs, and the run needs {need}: one for each trainer rank, each engine rank, and the "
+            f"reward. Submit with sbatch --cpus-per-task={-(-need // int(count))}, or on more nodes."
+        )
     run = RunDirectory(config)
-    run.logs.mkdir(parents=True, exist_ok=True)
+    run.make()
     address, _ = own_address()
-    print(run.path, address, free_port(address, first=int(os.environ["SLURM_JOB_ID"]) * PORTS_A_JOB), sep="\n")
+    # Of this step, as runs may share a job too.
+    first = int(os.environ["SLURM_JOB_ID"]) * PORTS_A_JOB + int(os.environ["SLURM_STEP_ID"]) % PORTS_A_JOB
+    print(run.path, address, free_port(address, first=first), sep="\n")
     return 0
 
 
-def own_address(*, towards: str | None = None) -> tuple[str, str]:
-    """(IPv4 address, interface) by which other machines reach this one.
-
-    That of MRL_INTERFACE; else of the interface that leads to `towards`, or to anywhere. Never a loopback address,
-    which a machine's own name often stands for in its /etc/hosts.
-    """
-    every = {
-        interface: one.address
-        for interface, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family == socket.AF_INET and not one.address.startswith("127.")
-    }
-    listed = ", ".join(f"{interface} ({address})" for interface, address in every.items()) or "none"
-    wanted = os.environ.get("MRL_INTERFACE")
-    if wanted:
-        if wanted not in every:
-            raise ConfigError(
-                f"MRL_INTERFACE={wanted} is no interface of {_name()} with an IPv4 address. Set it to one of: {listed}."
-            )
-        return every[wanted], wanted
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-        with contextlib.suppress(OSError):
-            probe.connect((towards or "192.0.2.1", 9))
-        leading = probe.getsockname()[0]
-    chosen = [interface for interface, address in every.items() if address == leading or len(every) == 1]
-    if not chosen:
-        raise ConfigError(
-            f"{_name()} has no interface that clearly leads to other machines, of these: {listed}. Name one with "
-            "MRL_INTERFACE=..."
-        )
-    return every[chosen[0]], chosen[0]
+def cpus_of_job(environment: Mapping[str, str]) -> int:
+    """Of all its nodes, and of all its components: Slurm writes "4(x2),3" for 11."""
+    groups = range(int(environment.get("SLURM_HET_SIZE", "0")))
+    names = [f"SLURM_JOB_CPUS_PER_NODE_HET_GROUP_{i}" for i in groups] or ["SLURM_JOB_CPUS_PER_NODE"]
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", ",".join(environment[name] for name in names))
+    return sum(int(cpus) * int(times or 1) for cpus, times in found)
 
 
-def free_port(address: str, *, first: int) -> int:
-    """A port that nobody listens on, the same for a job as long as it is free, and another for another job."""
-    for i in range(PORTS):
-        port = FIRST_PORT + (first + i) % PORTS
-        with socket.socket() as trial, contextlib.suppress(OSError):
-            trial.bind((address, port))
-            return port
-    raise BackendError(f"No port of {address} from {FIRST_PORT} on is free for Ray. Choose another first node.")
-
-
-def start(head: str, address: str, port: str, role: str) -> int:
+def start(head: str, address: str, port: str, logs: str, role: str) -> int:
     """Hold a Ray node, with exactly the CPUs and GPUs that the job has on this machine. Returns: how it ended."""
     own, interface = own_address(towards=address)
     cpus, gpus = os.environ["SLURM_CPUS_ON_NODE"], os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    print(f"{_name()}: {own} on {interface}, {cpus} CPUs, {gpus} GPUs {role}", flush=True)
-    remove_leftovers()
-    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY))
+    parent = temporary_parent()
+    print(f"{node_name()}: {own} on {interface}, {cpus} CPUs, {gpus} GPUs {role}; Ray's files in {parent}", flush=True)
+    wait_for_directory(Path(logs))
+    remove_leftovers(parent)
+    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
     lock = os.open(temporary, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)  # until this process is gone, however it goes
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={own}"]
-    command += [f"--node-name={_name()}", f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={temporary}"]
+    command += [f"--node-name={node_name()}", f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={temporary}"]
     command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--resources={json.dumps({role: 1} if role else {})}"]
     # Free ones, which Ray tells its peers: with its fixed defaults a second job here would meet the first one's.
     command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
     command += ["--include-log-monitor=false", "--disable-usage-stats"]
-    if _name() == head:
+    if node_name() == head:
         client_port = free_port(own, first=int(port) + PORTS // 2)  # of a server that cannot be turned off
         command += ["--head", f"--port={port}", f"--ray-client-server-port={client_port}"]
         command += ["--include-dashboard=false", "--no-monitor"]  # of the autoscaler: the job's nodes are what there is
@@ -129,15 +118,33 @@ def start(head: str, address: str, port: str, role: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     code = subprocess.run(command, check=False).returncode
     if not asked:
-        print(f"{_name()}: Ray ended by itself, with code {code}", flush=True)
+        print(f"{node_name()}: Ray ended by itself, with code {code}", flush=True)
         keep_logs(temporary)
     shutil.rmtree(temporary, ignore_errors=True)
     return 0 if asked else LOST
 
 
-def remove_leftovers() -> None:
+def temporary_parent() -> Path:
+    """The temporary directory, or /tmp where the name of that leaves Ray's sockets no room."""
+    own = tempfile.gettempdir()
+    return Path(own if len(os.fsencode(own)) <= LONGEST_PARENT else "/tmp")
+
+
+def wait_for_directory(path: Path) -> None:
+    """Until it is here, which the first node has made. Raises: ConfigError."""
+    deadline = time.monotonic() + SHARED_S
+    while not path.is_dir():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{node_name()} does not see {path}, which the job's first node has made: all ranks write there. "
+                "Choose a runs_dir on a file system that all nodes have; for containers name it in MRL_MOUNTS too."
+            )
+        time.sleep(POLL_S)
+
+
+def remove_leftovers(parent: Path) -> None:
     """Temporary directories of nodes that were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+    for path in parent.glob(f"{TEMPORARY}*"):
         with contextlib.suppress(OSError):  # another user's, or gone
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -153,15 +160,6 @@ def keep_logs(temporary: Path) -> None:
         for path in temporary.glob(f"session_2*/logs/{name}"):
             lines = [line for line in path.read_text(errors="replace").splitlines() if re.search(pattern, line)]
             print(*(f"{name}: {line}" for line in lines[-20:]), sep="\n", flush=True)
-
-
-def wait_for_port(address: str, port: int) -> None:
-    """Until someone listens there; whoever started this knows how long that may take."""
-    while True:
-        with contextlib.suppress(OSError):
-            socket.create_connection((address, port), timeout=ANSWER_S).close()
-            return
-        time.sleep(POLL_S)
 
 
 def wait(address: str, port: str, *names: str) -> int:
@@ -204,15 +202,13 @@ def alive_nodes(address: str) -> dict[str, str]:
     }
 
 
-def _name() -> str:
-    return os.environ["SLURMD_NODENAME"]
-
-
 COMMANDS: dict[str, Callable[..., int]] = {"plan": plan, "start": start, "wait": wait}
 
 
 def main(command: str, *arguments: str) -> int:
     """Run one of the commands. Returns: the exit code."""
+    # `scancel --signal=USR1 JOB` reaches every step, Ray's too, which inherit this. It is the program's to stop.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         return COMMANDS[command](*arguments)
     except (ConfigError, DataError, LayoutError) as error:

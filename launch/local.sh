@@ -5,6 +5,7 @@
 # launch/slurm_grpo.sh does, and its interpreter: exit codes, the logs in the run directory, and what SIGUSR1 and
 # SIGTERM do to this process are the program's own. MRL_PYTHON as there.
 set -euo pipefail
+unset CDPATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -z ${MRL_PYTHON:-} ]]; then
   [[ -x .venv/bin/python ]] || requirements/install.sh

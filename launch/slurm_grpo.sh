@@ -5,8 +5,7 @@
 # Each node is a job step that holds a Ray node, and so is the program, which starts on the first one when Ray has them
 # all. Every step is watched until the program ends, whose exit code is the job's. Variables of the environment:
 #   MRL_PYTHON              interpreter (the clone's .venv/bin/python; in a container python3)
-#   MRL_PYXIS               image in which pyxis runs all steps (srun --container-image)
-#   MRL_APPTAINER           image in which apptainer runs all steps
+#   MRL_PYXIS, MRL_APPTAINER  image in which pyxis (srun --container-image) or apptainer runs all steps
 #   MRL_MOUNTS              directories a container sees besides the clone and TMPDIR: PATH,PATH:PATH,...
 #   MRL_INTERFACE           network interface, where the one that leads to other machines is not right
 #   MRL_ROLLOUT_CONSTRAINT  node feature: nodes that have it hold the engines, the others the trainer. In a job of two
@@ -24,11 +23,24 @@ set -uo pipefail
 LOST=75    # exit code of a job whose nodes failed it: never came, or were lost
 REFUSED=2  # of a program that does not begin: the command line is wrong
 STOPPED=85 # of a program that SIGUSR1 stopped: it has saved what can be saved, and the same command resumes
-KILLED_BY_USR1=138
+INTERRUPTED=130 KILLED_BY_USR1=138
 
 say() { printf '[%s +%ss] %s\n' "slurm_grpo" "$SECONDS" "$*"; }
 quit() { say "$2" && exit "$1"; }
 alive() { kill -0 "$1" 2>/dev/null; }
+
+[[ ${SLURM_JOB_ID:-} ]] ||
+  quit $REFUSED "this is no job of Slurm. Submit it: sbatch OPTIONS $0 ...; without Slurm run launch/local.sh"
+for name in MRL_READY_S MRL_GRACE_S MRL_REQUEUES; do # before a signal needs them
+  [[ ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]] || quit $REFUSED "refused: $name=${!name} is no whole number, without a unit."
+done
+unset RAY_ADDRESS CDPATH SLURM_TIME_FORMAT "${!SQUEUE_@}" "${!SINFO_@}" "${!SCANCEL_@}" # meant for others
+
+program='' waiter='' steps=() stopping='' cancelled='' lost=''
+trap 'say "SIGUSR1: the time limit is near, a preemption, or by hand"
+  stopping=${stopping:-$SECONDS}
+  [[ $program ]] && kill -USR1 "$program"' USR1
+trap 'cancelled=1' TERM INT
 
 # Slurm runs a copy of this file; sbatch has noted where it was, and its arguments behind. A script of the user's runs it
 # where it is.
@@ -37,7 +49,14 @@ root=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd)
   root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(/.*\)/launch/slurm_grpo\.sh.*|\1|p' | head -n 1)
 cd "${root:-/none}" || quit 1 "$(hostname) has no clone at '$root'. Submit launch/slurm_grpo.sh of one that all nodes see."
 helper=$root/launch/job_steps.py
-attempt=${SLURM_RESTART_COUNT:-0}
+
+# of_job FIELD: what Slurm says of this job. A variable that it sets for some jobs only may be of a job around sbatch.
+of_job() { scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n "s|^JobId=$SLURM_JOB_ID\( .*\)* $1=\([^ ]*\).*|\2|p"; }
+job=$SLURM_JOB_ID attempt=$(of_job Restarts || echo 0)
+task=$(of_job ArrayTaskId) && [[ $task ]] && job=$(of_job ArrayJobId)_$task # whose own number may stand for all tasks
+[[ $(of_job TresPerJob)$(of_job TresPerTask) != *gpu* ]] || # a step on one node would get all of them, or a task's
+  quit $REFUSED "refused: --gpus and --gpus-per-task give no node its own GPUs. Submit with sbatch --gpus-per-node=N."
+[[ $(of_job HetJobId) ]] || unset SLURM_HET_SIZE "${!SLURM_JOB_NODELIST_HET_GROUP_@}"
 
 # The nodes, and what each is for: role is empty where any may hold anything.
 nodes=() role=() component=()
@@ -72,13 +91,17 @@ elif [[ -n ${MRL_APPTAINER:-} ]]; then
 elif [[ -z ${MRL_PYTHON:-} && -x $root/.venv/bin/python ]]; then
   python=$(cd -P "$root/.venv/bin" && pwd)/python # Ray starts no interpreter whose path has spaces
 fi
+mark=mrl-$SLURM_JOB_ID-$$-$RANDOM # name of the steps that are of this script: a job may run it twice
 # step I COMMAND...: runs on node I, beside its other steps, with all that the job has there
 step() {
   local i=$1 options=() && shift
+  # What srun would read of the job's shape, or of a job around sbatch: a step has all that its node has, unless told.
+  unset "${!SLURM_GPU@}" "${!SLURM_NTASKS@}" "${!SLURM_CPUS_PER@}" "${!SLURM_MEM@}" "${!SRUN_@}" SLURM_NPROCS \
+    SLURM_GRES SLURM_TRES_PER_TASK SLURM_EXACT SLURM_EXCLUSIVE SLURM_HINT SLURM_LABELIO
   ((${SLURM_HET_SIZE:-1} > 1)) && options=(--het-group="${component[i]}")
   # Also what is set here, after sbatch --export=...
-  exec srun --export=ALL --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" "${options[@]}" \
-    --cpu-bind=quiet,none --mpi=none --input=none "${container[@]}" "${inside[@]}" "$@"
+  exec srun --job-name="$mark" --export=ALL --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" \
+    "${options[@]}" --cpu-bind=quiet,none --mpi=none --input=none "${container[@]}" "${inside[@]}" "$@"
 }
 
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -86,29 +109,15 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 RAY_GRACEFUL_SHUTDOWN_DRA
 # Other users of a node keep out; and Ray would ask for a token as soon as a run without Slurm has left one in the home.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
-unset RAY_ADDRESS
 
 plan=$(step 0 "$python" "$helper" plan "${#nodes[@]}" "$@") || exit # refused, or no such interpreter: it has been said
-{ read -r run && read -r address && read -r port; } <<<"$plan"
+{ IFS= read -r run && read -r address && read -r port; } < <(tail -n 3 <<<"$plan") # a site's prolog may talk too
 logs=$run/log/job-$SLURM_JOB_ID-$attempt
-mkdir -p "$logs"
+mkdir -p "$logs" || quit 1 "$(hostname) cannot write into $run. Choose a runs_dir that all nodes can write into."
 say "job $SLURM_JOB_ID, start $attempt, on ${nodes[*]}; Ray at $address:$port; logs in $logs"
 
-program='' waiter='' steps=() stopping='' cancelled='' lost=''
-# shellcheck disable=SC2317 # a trap calls it
-on_usr1() {
-  say "SIGUSR1: the time limit is near, a preemption, or by hand"
-  stopping=${stopping:-$SECONDS}
-  [[ $program ]] && kill -USR1 "$program"
-}
-trap on_usr1 USR1
-trap 'cancelled=1' TERM INT
-
 # A moment, which a trapped signal ends.
-tick() {
-  sleep 0.5 &
-  wait $!
-}
+tick() { sleep 0.5 & wait $!; }
 
 # Names of the nodes whose kernel does not let us connect to where their Ray listens: off, cut off, or without Ray. The
 # program has said so when it ends for that; this is how the script knows. Asked from here: Slurm may start no step for a
@@ -129,14 +138,16 @@ lost_node() {
   return 1
 }
 
-# Ask every step to end, and give it time; what is left then Slurm kills when this script ends.
+# Ask every own step to end, and give it time; what is left then is killed, by Slurm too when a job's script ends.
 end_steps() {
   trap '' USR1 TERM INT
-  [[ $cancelled ]] || scancel --signal=TERM "$SLURM_JOB_ID" & # else Slurm has done it
+  squeue --noheader --steps --user="$EUID" --format='%i %j' | sed -n "s/ $mark\$//p" |
+    xargs --no-run-if-empty scancel --quiet --ctld --signal=TERM &
   for ((n = 0; n < 50; n++)); do
     local left=0
     for pid in "${steps[@]}" $program $waiter; do alive "$pid" && left=1; done
     ((left)) || break
+    ((n == 40)) && kill -TERM "${steps[@]}" $program $waiter 2>/dev/null # to srun this means: kill the step
     sleep 0.2
   done
 }
@@ -149,10 +160,7 @@ before=$(newest)
 
 # Whether Slurm ends the job within a quarter of an hour, as SIGUSR1 tells it, and would after the next start.
 at_limit() {
-  local t
-  IFS=:- read -ra t < <(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%l)
-  while ((${#t[@]} < 4)); do t=(0 "${t[@]}"); done
-  [[ ${t[3]} =~ ^[0-9]+$ ]] && ((86400 * 10#${t[0]} + 3600 * 10#${t[1]} + 60 * 10#${t[2]} + 10#${t[3]} - SECONDS < 900))
+  local end && end=$(date --date="$(of_job EndTime)" +%s 2>/dev/null) && ((end - EPOCHSECONDS < 900))
 }
 
 # requeue WHY
@@ -160,14 +168,16 @@ requeue() {
   if [[ $stopping && $(newest) == "$before" ]] && at_limit; then
     say "$1 without a new checkpoint; the next start has as little time: not requeued. Raise --time, or lower \
 checkpoint.every"
-    end_steps
-    exit 1
+    end_steps && exit 1
   fi
   end_steps
   say "$1; requeued, to go on from $(newest)"
-  scontrol requeue "$SLURM_JOB_ID" || say "Slurm does not requeue this job. Submit the same command: it resumes."
+  scontrol requeue "$job" || say "Slurm does not requeue this job. Submit the same command: it resumes."
   exit "$STOPPED"
 }
+
+# By scancel, which has told the steps too, or this script alone, by a key or by hand.
+cancel() { say "cancelled"; end_steps; exit "$INTERRUPTED"; }
 
 # fail WHY: a node is to blame
 fail() {
@@ -183,14 +193,15 @@ fail() {
 }
 
 for i in "${!nodes[@]}"; do
-  step "$i" "$python" "$helper" start "${nodes[0]}" "$address" "$port" "${role[i]}" >"$logs/ray-${nodes[i]}.log" 2>&1 &
+  step "$i" "$python" "$helper" start "${nodes[0]}" "$address" "$port" "$logs" "${role[i]}" \
+    >"$logs/ray-${nodes[i]}.log" 2>&1 &
   steps+=($!)
 done
 step 0 "$python" "$helper" wait "$address" "$port" "${nodes[@]}" >"$logs/nodes" &
 waiter=$!
 while alive "$waiter"; do
   tick
-  [[ $cancelled ]] && say "cancelled" && end_steps && exit 1
+  [[ $cancelled ]] && cancel
   [[ $stopping ]] && requeue "stopped before the program started"
   lost_node && fail "${lost} did not start. The end of $logs/ray-$lost.log:"$'\n'"$(tail -n 12 "$logs/ray-$lost.log")"
 done
@@ -200,7 +211,7 @@ say "Ray has ${#nodes[@]} nodes; starting the program"
 own=("cluster.address=$address:$port")
 [[ ${role[0]} ]] && own+=(cluster.trainer_nodes=trainer cluster.rollout_nodes=rollout) # what `start` offers there
 step 0 "$python" -m megatron_rl.main "$@" "${own[@]}" \
-  > >(exec tee "$logs/program.log") 2>&1 &
+  > >(trap '' USR1 && exec tee "$logs/program.log") 2>&1 &
 program=$!
 late='' lost_at=''
 while alive "$program" && [[ ! $cancelled ]]; do
@@ -208,7 +219,7 @@ while alive "$program" && [[ ! $cancelled ]]; do
   if [[ $stopping && ! $late ]] && ((SECONDS - stopping >= ${MRL_GRACE_S:-90})); then
     late=1
     say "no checkpoint within MRL_GRACE_S=${MRL_GRACE_S:-90} s: ending the program"
-    kill -TERM "$program" # to srun this means: kill the step
+    kill -TERM "$program"
   fi
   if [[ ! $lost_at ]] && lost_node; then
     lost_at=$SECONDS
@@ -216,22 +227,20 @@ while alive "$program" && [[ ! $cancelled ]]; do
   fi
   [[ $lost_at ]] && ((SECONDS - lost_at >= 5)) && kill -TERM "$program" 2>/dev/null
 done
+[[ $cancelled ]] && cancel
 wait "$program"
 code=$?
-if [[ ! $lost && ! $cancelled ]] && ((code != 0 && code != REFUSED && code != STOPPED)); then
+[[ $lost ]] || ((code == 0 || code == REFUSED || code == STOPPED)) ||
   lost=$(unreachable | head -n 1) # which the program notices first
-fi
 
-if [[ $cancelled ]]; then
-  say "cancelled"
-elif [[ $lost ]] && ((code != 0)); then
+if [[ $lost ]] && ((code != 0)); then
   fail "lost $lost; see ray-$lost.log in $logs"
 elif [[ $late && $(newest) == "$before" ]]; then # the next start would come no further than this one
   say "no checkpoint was saved in time, nor since the start: not requeued. Give SIGUSR1 the time that a step and a \
 checkpoint take, e.g. MRL_GRACE_S=540 sbatch --signal=B:USR1@600, or lower checkpoint.every, and submit again"
 elif [[ $late ]]; then
   requeue "no checkpoint was saved in time"
-elif [[ $stopping ]] && ((code == STOPPED || code == KILLED_BY_USR1)); then
+elif ((code == STOPPED)) || { [[ $stopping ]] && ((code == KILLED_BY_USR1)); }; then # or: scancel without --batch
   requeue "the program has stopped"
 else
   say "the program ended with exit code $code"

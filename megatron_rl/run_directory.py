@@ -51,14 +51,19 @@ class RunDirectory:
         self.model = Path(config.model.path).absolute() if config.model.path else self.path / "model"
         self.hf = self.path / "hf"
 
-    def __enter__(self) -> "RunDirectory":
+    def make(self) -> None:
+        """The directory, for the process that will run in it. Raises: ConfigError."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
+            (self.path / ".lock").touch()
         except OSError as error:
             raise ConfigError(
                 f"The run directory {self.path} cannot be made: {error}. Choose another runs_dir."
             ) from error
+
+    def __enter__(self) -> "RunDirectory":
+        self.make()
+        self._lock = (self.path / ".lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -122,9 +122,11 @@ def test_every_command_of_the_pages_has_help() -> None:
 
 
 def test_the_variables_of_the_cluster_page_are_those_that_the_launcher_reads() -> None:
-    page, launcher, nodes = (
-        (ROOT / name).read_text() for name in ("docs/cluster.md", "launch/slurm_grpo.sh", "launch/job_steps.py")
+    page, launcher, *steps = (
+        (ROOT / name).read_text()
+        for name in ("docs/cluster.md", "launch/slurm_grpo.sh", "launch/job_steps.py", "launch/addresses.py")
     )
+    nodes = "".join(steps)
     table = re.findall(r"^\| `(MRL_\w+)` \|([^|]*)\|", page, flags=re.MULTILINE)
 
     read = re.findall(r"\$\{(MRL_\w+):[-+]", launcher) + re.findall(r'environ\.get\("(MRL_\w+)"', nodes)

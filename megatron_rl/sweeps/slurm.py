@@ -1,6 +1,7 @@
 """Points as jobs of Slurm: one `sbatch launch/slurm_grpo.sh` each. Needs sbatch and squeue, and no accounting."""
 
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -22,6 +23,8 @@ NAME = "slurm_grpo"
 SCRIPT = Path(__file__).parents[2] / "launch" / "slurm_grpo.sh"
 OURS = ("array", "comment", "job-name", "open-mode", "output", "parsable", "test-only", "wait", "wrap")
 """Options of sbatch that the sweep sets for each point, or that would make it something else."""
+SPREAD = ("gpus", "gpus-per-task")
+"""Options that the job script refuses."""
 _TIMEOUT_S = 120.0
 """For one answer of a busy controller."""
 _SILENCE_S = 600.0
@@ -45,6 +48,11 @@ class Slurm:
         if ours := [key for key in self._given if key in OURS]:
             raise ConfigError(
                 f"hydra.launcher.sbatch.{ours[0]} is set by the sweep, for each point. Remove it from the command."
+            )
+        if spread := [key for key in self._given if key in SPREAD]:
+            raise ConfigError(
+                f"hydra.launcher.sbatch.{spread[0]} gives no node GPUs of its own, and the job script refuses it. Set "
+                "hydra.launcher.sbatch.gpus_per_node, or gres."
             )
         if self._given.get("dependency"):  # else a job whose dependency failed waits for ever, and the sweep with it
             self._given.setdefault("kill-on-invalid-dep", "yes")
@@ -87,7 +95,7 @@ class Slurm:
                     f"hydra.launcher.sbatch.nodes={asked} and cluster.nodes={cluster.nodes}: the layout was checked "
                     "against the latter. Leave the former out, or set both to the same."
                 )
-            if not wanted.keys() & {"gpus-per-node", "gres", "gpus", "gpus-per-task"}:
+            if not wanted.keys() & {"gpus-per-node", "gres"}:
                 wanted["gpus-per-node"] = cluster.gpus_per_node
             wanted.setdefault("cpus-per-task", cpus_of_node(cluster.gpus_per_node))
         options = [f"--{k}" if v is True else f"--{k}={v}" for k, v in wanted.items() if v not in (None, False)]
@@ -98,7 +106,8 @@ class Slurm:
     def submit(self, point: Point, config: Config) -> Point:
         """Submit its job. Raises: BackendError with Slurm's own words."""
         point = begin(point, launcher=NAME)
-        job = _call(self.command(point, config), what=f"Slurm did not take {point.name}").strip().partition(";")[0]
+        what = f"Slurm did not take {point.name} (hydra.launcher.at_once limits how many are in the queue)"
+        job = _call(self.command(point, config), what=what).strip().partition(";")[0]
         return replace(point, state="PENDING", job=job)
 
     def look(self, points: Sequence[Point]) -> list[Point]:
@@ -167,8 +176,12 @@ def _seconds(used: str) -> float | None:
 
 
 def _call(command: Sequence[str], *, what: str) -> str:
+    # What the user likes squeue to show, and how, is not for us.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL, env=environment
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"{what}: {error}.") from error
     if done.returncode:

@@ -25,6 +25,8 @@ def test_a_run_that_ends_well_has_had_all_its_nodes_and_leaves_nothing(slurm: Sl
     clone, elsewhere, runs = tmp_path / "a clone", tmp_path / "another place", tmp_path / "my runs"
     clone.symlink_to(ROOT)
     elsewhere.mkdir()
+    temporary = tmp_path / "a directory with a name that is too long for sockets below it"
+    temporary.mkdir()
     arguments = ("experiment=cpu_digits", "algorithm.warmup_steps=0", "name=run", f"runs_dir={runs}", "steps=4")
 
     job = slurm.submit(
@@ -32,7 +34,7 @@ def test_a_run_that_ends_well_has_had_all_its_nodes_and_leaves_nothing(slurm: Sl
         script=clone / "launch" / "slurm_grpo.sh",
         cwd=elsewhere,
         options=["--nodes=3", "--cpus-per-task=4", "--gpus-per-node=2"],
-        more=SMALL | {"GLOO_SOCKET_IFNAME": "lo"},
+        more=SMALL | {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(temporary)},
     )
 
     assert job.end() == "COMPLETED 0:0", job.output()
@@ -216,7 +218,7 @@ def test_a_job_that_may_not_be_requeued_says_how_to_go_on(slurm: Slurm, submit: 
     job = submit("--nodes=1", "--no-requeue", steps=1000)
     job.wait_for_text("step 2/")
 
-    slurm.run("scancel", "--signal=USR1", "--batch", job.number)
+    slurm.run("scancel", "--signal=USR1", job.number)  # without --batch: Ray's processes are signalled too
 
     assert job.end() == "FAILED 85:0"
     assert "Slurm does not requeue this job. Submit the same command: it resumes." in job.output()

@@ -19,6 +19,7 @@ SCRIPTS = (
     "requirements/install.sh",
     "tests/slurm/machine.sh",
     "tests/slurm/driver.sh",
+    "tests/slurm/no_ray.sh",
 )
 
 

@@ -51,6 +51,23 @@ def test_at_most_so_many_points_are_in_the_queue(submit: Sweep, queue: Queue) ->
     assert [job["beside"] for job in queue.jobs()] == [0, 1, 0, 1, 0]
 
 
+def test_what_squeue_shows_the_user_by_default_does_not_matter(
+    submit: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SQUEUE_PARTITION", "another")
+
+    assert submit("seed=1,2") == 0
+    assert states(tmp_path) == {"seed_1": "COMPLETED", "seed_2": "COMPLETED"}
+
+
+@pytest.mark.parametrize("option", ["gpus", "gpus_per_task"])
+def test_gpus_that_the_job_script_would_refuse_are_refused(submit: Sweep, queue: Queue, option: str) -> None:
+    with pytest.raises(ConfigError, match=r"gives no node GPUs of its own.*gpus_per_node, or gres"):
+        submit("seed=1,2", f"hydra.launcher.sbatch.{option}=8")
+
+    assert queue.jobs() == []
+
+
 def test_jobs_that_still_run_are_watched_and_not_submitted_again(
     submit: Sweep, queue: Queue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# An interpreter for MRL_PYTHON in place of launch/job_steps.py and the program: the job script is left, without Ray.
+# RUN is the run directory. The program takes PROGRAM_S, and the plan of a job PLAN_S; SIGUSR1 stops the former.
+rest() { sleep "$1" & wait $!; }
+case $2 in
+  megatron_rl.main)
+    trap 'exit 85' USR1
+    echo "the program runs"
+    rest "${PROGRAM_S:-1}"
+    ;;
+  plan)
+    mkdir -p "$RUN"
+    echo "a site's greeting"
+    sleep "${PLAN_S:-0}"
+    printf '%s\n' "$RUN" 127.0.0.1 1
+    ;;
+  start)
+    trap '' USR1
+    trap 'echo "asked to end"; exit' TERM
+    echo "has $SLURM_CPUS_ON_NODE CPUs, ${SLURM_GPUS_ON_NODE:-0} GPUs"
+    rest 1000
+    ;;
+esac

@@ -124,7 +124,7 @@ tick() { sleep 0.5 & wait $!; }
 # while when one of the job's nodes is gone.
 unreachable() {
   while read -r node ip port; do
-    timeout 3 bash -c "exec 3<>/dev/tcp/$ip/$port" 2>/dev/null || echo "$node" &
+    [[ $port =~ ^[0-9]+$ ]] && { timeout 3 bash -c "exec 3<>/dev/tcp/$ip/$port" 2>/dev/null || echo "$node"; } &
   done <"$logs/nodes"
   wait
 }

@@ -214,6 +214,12 @@ def command(settings: ServerSettings, *, port: int, meeting: str | None = None) 
     return [word for name, value in flags.items() for word in _words(name, value)]
 
 
+def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable with which SGLang, which asks its own server whether it is up, does not ask a proxy for it."""
+    known = environment.get("no_proxy") or environment.get("NO_PROXY")
+    return {"no_proxy": f"{known},127.0.0.1" if known else "127.0.0.1"}
+
+
 def _words(name: str, value: object) -> Iterator[str]:
     if value is None or value is False:
         return

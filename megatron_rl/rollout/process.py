@@ -17,7 +17,7 @@ import requests
 
 from megatron_rl.errors import BackendError
 from megatron_rl.rollout.launch import end_group
-from megatron_rl.rollout.options import ServerSettings, command
+from megatron_rl.rollout.options import ServerSettings, command, without_proxy
 from megatron_rl.rollout.server_log import NO_PLUGIN, PORT_TAKEN, server_error, server_errors
 from megatron_rl.rollout.sglang_cpu.settings import STUBS, cpu_environment
 from megatron_rl.rollout.watching import first_gone, open_processes
@@ -120,7 +120,8 @@ class ServerProcess:
         settings = self.settings
         Path(self._temporary).mkdir(exist_ok=True)
         path = [str(PLUGIN_SITE), str(Path(__file__).parents[2])]
-        environment = dict(os.environ, TMPDIR=self._temporary, HF_HUB_OFFLINE="1", PYTHONUNBUFFERED="1")
+        own = {"TMPDIR": self._temporary, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **own, **without_proxy(os.environ)}
         if settings.device == "cpu":
             environment |= cpu_environment(settings.tp)
             path.append(str(STUBS))

@@ -5,10 +5,19 @@ import socket
 
 import pytest
 import torch
+from requests.utils import get_environ_proxies
 
 from megatron_rl.errors import ConfigError, LayoutError
 from megatron_rl.layouts.boxes import TensorLayout
-from megatron_rl.rollout.options import LOADER, ServerSettings, check_sglang_options, command, streamed, why_streamed
+from megatron_rl.rollout.options import (
+    LOADER,
+    ServerSettings,
+    check_sglang_options,
+    command,
+    streamed,
+    why_streamed,
+    without_proxy,
+)
 from megatron_rl.rollout.receiver import __name__ as receiver_module
 from megatron_rl.rollout.receiver import weights_of
 
@@ -129,6 +138,18 @@ def test_the_cut_of_an_engine_reaches_the_server() -> None:
     words = " ".join(command(settings(tp=4, ep=2, dp_attention=2, dp_lm_head=True, moe_dense_tp=1), port=5))
     for flags in ("--tp-size 4", "--ep-size 2", "--attn-dp-size 2", "--enable-dp-lm-head", "--moe-dense-tp-size 1"):
         assert flags in words
+
+
+@pytest.mark.parametrize("known", [{}, {"NO_PROXY": "a.example"}, {"no_proxy": "a.example", "NO_PROXY": "not-this"}])
+def test_a_server_asks_no_proxy_for_itself(known: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"http_proxy": "http://192.0.2.1:3128"} | known | without_proxy(known)).items():
+        monkeypatch.setenv(name, value)
+
+    assert not get_environ_proxies("http://127.0.0.1:5/model_info")
+    assert get_environ_proxies("http://b.example/")["http"] == "http://192.0.2.1:3128"
+    assert bool(get_environ_proxies("http://a.example/")) == (not known)
 
 
 def test_a_part_of_a_server_is_told_which_it_is_and_where_the_others_meet_it() -> None:

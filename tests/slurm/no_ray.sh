@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # An interpreter for MRL_PYTHON in place of launch/job_steps.py and the program: the job script is left, without Ray.
-# RUN is the run directory. The program takes PROGRAM_S, and the plan of a job PLAN_S; SIGUSR1 stops the former.
+# RUN is the run directory. The program takes PROGRAM_S and ends with CODE; SIGUSR1 stops it. The plan takes PLAN_S.
 rest() { sleep "$1" & wait $!; }
 case $2 in
   megatron_rl.main)
     trap 'exit 85' USR1
     echo "the program runs"
     rest "${PROGRAM_S:-1}"
+    exit "${CODE:-0}"
     ;;
   plan)
     mkdir -p "$RUN"
@@ -14,6 +15,7 @@ case $2 in
     sleep "${PLAN_S:-0}"
     printf '%s\n' "$RUN" 127.0.0.1 1
     ;;
+  wait) echo "a site's greeting" ;;
   start)
     trap '' USR1
     trap 'echo "asked to end"; exit' TERM

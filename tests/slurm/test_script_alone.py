@@ -75,6 +75,12 @@ def test_variables_of_another_job_or_of_the_users_taste_change_nothing(
         assert text.startswith("has 4 CPUs, 0 GPUs\n") and text.endswith("asked to end\n")
 
 
+def test_what_a_site_prints_before_each_step_is_no_node(submit: Callable[..., Job]) -> None:
+    job = submit("--nodes=1", CODE=3)
+
+    assert job.end() == "FAILED 3:0", job.output()
+
+
 def test_every_component_of_a_job_is_asked_to_end(submit: Callable[..., Job], tmp_path: Path) -> None:
     job = submit("--nodes=1", ":", "--nodes=2", "--gpus-per-node=2")
 

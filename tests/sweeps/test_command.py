@@ -1,10 +1,12 @@
 import fcntl
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.sweeps.points import quoted
 from tests.sweeps.conftest import PROMPTS
 
 Sweep = Callable[..., int]
@@ -71,11 +73,16 @@ def test_a_dry_run_prints_commands_and_plans_and_leaves_nothing(
 
     printed, runs = capsys.readouterr().out, f"{tmp_path}/runs/tried-sweep"
     assert (code, list(tmp_path.iterdir())) == (0, [])
+    words = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "--job-name=lr_7e-05", f"--comment={runs}/lr_7e-05"]
+    words += [f"--output={runs}/lr_7e-05/log/job.log", "--open-mode=append", "/a b.sh", "experiment=cpu_digits"]
+    words += [
+        f"data.path={PROMPTS}".replace(" ", r"\ "),
+        "algorithm.lr=7e-05",
+        f"runs_dir={quoted(runs)}",
+        "name=lr_7e-05",
+    ]
     assert (
-        f"lr_7e-05\n  sbatch --parsable --nodes=2 --exclusive --job-name=lr_7e-05 --comment={runs}/lr_7e-05 "
-        f"--output={runs}/lr_7e-05/log/job.log --open-mode=append '/a b.sh' "
-        f"experiment=cpu_digits data.path={PROMPTS} algorithm.lr=7e-05 "
-        f"runs_dir={runs} name=lr_7e-05\n"
+        f"lr_7e-05\n  {shlex.join(words)}\n"
         "  GPUs     2 for the trainer and 1 for engines, on 1 node of 8\n"
         "  trainer  tp=1 pp=1 cp=1 ep=2 etp=1\n"
     ) in printed

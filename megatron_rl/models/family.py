@@ -153,6 +153,12 @@ def refuse_sizes(model: Architecture) -> None:
             f"config.json has {rotated} of a head's {head} rows rotated: they are rotated in pairs. Make "
             "qk_rope_head_dim, or head_dim and its partial_rotary_factor, give an even number."
         )
+    if model.mla and sizes["v_head_dim"] > (width := sizes["qk_head_dim"] + head):
+        raise ConfigError(
+            f"config.json has v_head_dim={sizes['v_head_dim']}, more than the {width} of qk_nope_head_dim and "
+            "qk_rope_head_dim together: megatron-core makes values as wide as queries, and would cut these. Use a "
+            "model whose values are not wider."
+        )
     experts, chosen = sizes.get("num_moe_experts"), sizes.get("moe_router_topk", 0)
     if experts is not None and chosen > experts:
         raise ConfigError(

@@ -243,6 +243,7 @@ def test_a_model_we_cannot_carry_is_refused(hf: dict[str, Any], message: str) ->
         ({**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 13}, r"num_experts_per_tok=13 in .*enough"),
         ({**DEEPSEEK, "n_group": 12, "topk_group": 4}, r"n_group=12 .*best two experts.*each group has at least 2"),
         ({**DEEPSEEK, "qk_rope_head_dim": 7}, r"7 of a head's 7 rows rotated: they are rotated in pairs"),
+        ({**DEEPSEEK, "v_head_dim": 25}, r"v_head_dim=25, more than the 24 of .*would cut these"),
         ({**QWEN, "head_dim": 15}, r"15 of a head's 15 rows rotated"),
         ({**GLM, "partial_rotary_factor": 0.3}, r"7 of a head's 24 rows rotated"),
         ({**GLM, "partial_rotary_factor": 5}, r"120 of a head's 24 rows rotated"),

@@ -103,6 +103,11 @@ def _no_cluster(address: str | None, cause: str) -> str:
         )
     if "AF_UNIX path length" in cause:
         return f"Ray cannot make its sockets: {cause}. Set RAY_TMPDIR to a directory with a short name, such as /tmp."
+    if "home directory" in cause:
+        return (
+            f"Ray keeps a token in the home directory, and user {os.getuid()} has none: {cause} Set HOME to a "
+            "directory that this user can write; SGLang keeps files there, too."
+        )
     return (
         f"Ray did not start on this machine: {cause} One of its processes had too little of something: time on a busy "
         "machine, memory, disk, or open files (ulimit -n); what it says lies below session_latest/logs in Ray's "

@@ -162,6 +162,17 @@ def test_what_the_cluster_does_not_have_is_refused_with_what_it_has(pool: pools.
         pools.Pool("rollout", 3, cpus=4, timeout_s=1.0)
 
 
+def test_a_user_without_a_home_is_named_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a number for a user."""
+
+    def init(**_: Any) -> None:
+        raise RuntimeError("Could not determine home directory.")  # pathlib's words, which Ray passes on
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(BackendError, match=rf"user {os.getuid()} has none: Could not .*\. Set HOME to a directory"):
+        cluster.start(address=None, cpus=1)
+
+
 def test_a_directory_too_deep_for_rays_sockets_is_named_with_the_mend() -> None:
     """As a batch system's TMPDIR may be."""
     program = "from megatron_rl import cluster\ncluster.start(address=None, cpus=1)"

@@ -95,8 +95,10 @@ def start(head: str, address: str, port: str, logs: str, role: str) -> int:
     own, interface = own_address(towards=address)
     cpus, gpus = os.environ["SLURM_CPUS_ON_NODE"], os.environ.get("SLURM_GPUS_ON_NODE", "0")
     parent = temporary_parent()
-    print(f"{node_name()}: {own} on {interface}, {cpus} CPUs, {gpus} GPUs {role}; Ray's files in {parent}", flush=True)
+    what = f"{own} on {interface}, {cpus} CPUs, {gpus} GPUs, role {role or 'any'}; Ray's files in {parent}"
+    print(f"{node_name()}: {what}", flush=True)
     wait_for_directory(Path(logs))
+    check_home(os.path.expanduser("~"))
     remove_leftovers(parent)
     temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
     lock = os.open(temporary, os.O_RDONLY)
@@ -140,6 +142,15 @@ def wait_for_directory(path: Path) -> None:
                 "Choose a runs_dir on a file system that all nodes have; for containers name it in MRL_MOUNTS too."
             )
         time.sleep(POLL_S)
+
+
+def check_home(home: str) -> None:
+    """Raises: ConfigError where it cannot be written."""
+    if not os.access(home, os.W_OK):
+        raise ConfigError(
+            f"The home {home} cannot be written on {node_name()}: torch and SGLang do not start without the caches "
+            "that they make there. Name a directory that can: HOME=/tmp sbatch ..."
+        )
 
 
 def remove_leftovers(parent: Path) -> None:

@@ -47,9 +47,9 @@ trap 'cancelled=1' TERM INT
 root=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd)
 [[ ${BASH_SOURCE[0]} == */launch/slurm_grpo.sh ]] ||
   root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(/.*\)/launch/slurm_grpo\.sh.*|\1|p' | head -n 1)
-cd "${root:-/none}" || quit 1 "$(hostname) has no clone at '$root'. Submit launch/slurm_grpo.sh of one that all nodes see."
+cd "${root:-/none}" 2>/dev/null ||
+  quit 1 "$(hostname) has no clone${root:+ at $root}. Submit launch/slurm_grpo.sh itself, in one that all nodes see."
 helper=$root/launch/job_steps.py
-
 # of_job FIELD: what Slurm says of this job. A variable that it sets for some jobs only may be of a job around sbatch.
 of_job() { scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n "s|^JobId=$SLURM_JOB_ID\( .*\)* $1=\([^ ]*\).*|\2|p"; }
 job=$SLURM_JOB_ID attempt=$(of_job Restarts || echo 0)
@@ -67,13 +67,14 @@ for ((i = 0; i < ${SLURM_HET_SIZE:-1}; i++)); do
     if ((${SLURM_HET_SIZE:-1} > 1)); then
       role+=("$( ((i == 0)) && echo trainer || echo rollout)")
     elif [[ -n ${MRL_ROLLOUT_CONSTRAINT:-} ]]; then
-      features=$(sinfo --noheader --nodes="$node" --format=%f)
-      role+=("$([[ ,$features, == *",$MRL_ROLLOUT_CONSTRAINT,"* ]] && echo rollout || echo trainer)")
+      role+=("$([[ ,$(sinfo -hn "$node" -o %f), == *",$MRL_ROLLOUT_CONSTRAINT,"* ]] && echo rollout || echo trainer)")
     else
       role+=("")
     fi
   done
 done
+[[ ! ${MRL_ROLLOUT_CONSTRAINT:-} || " ${role[*]}" == *" trainer"* && " ${role[*]}" == *" rollout"* ]] ||
+  quit $REFUSED "refused: MRL_ROLLOUT_CONSTRAINT=$MRL_ROLLOUT_CONSTRAINT is a feature of all or none of ${nodes[*]}."
 
 # How a step runs: as it is, or in a container that sees the clone and the temporary directory.
 export TMPDIR=${TMPDIR:-/tmp}
@@ -228,8 +229,7 @@ while alive "$program" && [[ ! $cancelled ]]; do
   [[ $lost_at ]] && ((SECONDS - lost_at >= 5)) && kill -TERM "$program" 2>/dev/null
 done
 [[ $cancelled ]] && cancel
-wait "$program"
-code=$?
+wait "$program" && code=0 || code=$?
 [[ $lost ]] || ((code == 0 || code == REFUSED || code == STOPPED)) ||
   lost=$(unreachable | head -n 1) # which the program notices first
 

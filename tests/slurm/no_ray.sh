@@ -15,7 +15,12 @@ case $2 in
     sleep "${PLAN_S:-0}"
     printf '%s\n' "$RUN" 127.0.0.1 1
     ;;
-  wait) echo "a site's greeting" ;;
+  wait)
+    for node in "${@:5}"; do
+      until grep -qs GPUs "$RUN/log/job-$SLURM_JOB_ID"-*/"ray-$node.log"; do sleep 0.1; done
+    done
+    echo "a site's greeting"
+    ;;
   start)
     trap '' USR1
     trap 'echo "asked to end"; exit' TERM

@@ -97,6 +97,17 @@ def test_a_node_that_does_not_see_the_logs_says_so(
     assert f"node1 does not see {tmp_path / 'elsewhere'}, which the job's first node" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("step")
+def test_a_home_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
+    monkeypatch.setenv("HOME", "/proc/none")
+
+    assert job_steps.main("start", "node1", "127.0.0.1", "1", str(tmp_path), "") == REFUSED
+    assert "The home /proc/none cannot be written on node1" in capsys.readouterr().err
+
+
 def test_ray_puts_its_files_where_their_names_are_short_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest of its sockets: a session's number is of the driver's start and process."""
     socket = "/mrl-ray-abcdefgh/session_2026-11-30_07-11-24_123456_4194304/sockets/plasma_store"

@@ -58,11 +58,16 @@ def titles(slurm: Slurm, job: Job) -> list[tuple[int, int]]:
 
 
 def test_trainer_and_engines_on_two_nodes(slurm: Slurm, submit: Submit, tmp_path: Path, prompts: str) -> None:
-    """In an environment with a proxy that leads out of the cluster, and a home that is not there."""
+    """In an environment with a proxy that leads out of the cluster."""
     spread = ("trainer.ranks_per_node=1", "rollout.engines=2", "rollout.ranks_per_node=1")
-    proxy = {"http_proxy": "http://192.0.2.1:3128", "HOME": "/proc/none"}
 
-    job = submit("--nodelist=node1,node2", driver=None, steps=STEPS, more=(*DEMO, prompts, *spread), **proxy)
+    job = submit(
+        "--nodelist=node1,node2",
+        driver=None,
+        steps=STEPS,
+        more=(*DEMO, prompts, *spread),
+        http_proxy="http://192.0.2.1:1",
+    )
 
     assert titles(slurm, job) == [(1, 1), (1, 1), (0, 0)]
     ends_as_on_one_machine(job, tmp_path / "my runs", prompts)

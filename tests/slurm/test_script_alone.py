@@ -81,6 +81,13 @@ def test_what_a_site_prints_before_each_step_is_no_node(submit: Callable[..., Jo
     assert job.end() == "FAILED 3:0", job.output()
 
 
+def test_a_copy_of_the_script_says_that_it_is_none_of_a_clone(submit: Callable[..., Job]) -> None:
+    job = submit("--nodes=1", "--nodelist=node1", text=SCRIPT.read_text())
+
+    assert job.end() == "FAILED 1:0"
+    assert job.output().endswith("node1 has no clone. Submit launch/slurm_grpo.sh itself, in one that all nodes see.\n")
+
+
 def test_every_component_of_a_job_is_asked_to_end(submit: Callable[..., Job], tmp_path: Path) -> None:
     job = submit("--nodes=1", ":", "--nodes=2", "--gpus-per-node=2")
 
@@ -96,6 +103,13 @@ def test_gpus_that_no_step_would_get_whole_are_refused(submit: Callable[..., Job
 
     assert job.end() == "FAILED 2:0"
     assert "Submit with sbatch --gpus-per-node=N." in job.output()
+
+
+def test_a_feature_that_does_not_tell_nodes_apart_is_refused(submit: Callable[..., Job]) -> None:
+    job = submit("--nodes=2", "--nodelist=node2,node3", MRL_ROLLOUT_CONSTRAINT="large")
+
+    assert job.end() == "FAILED 2:0"
+    assert "refused: MRL_ROLLOUT_CONSTRAINT=large is a feature of all or none of node2 node3." in job.output()
 
 
 def test_sigusr1_while_the_job_is_planned_is_not_lost(slurm: Slurm, submit: Callable[..., Job]) -> None:

@@ -74,7 +74,7 @@ def plan(count: str, *arguments: str) -> int:
             f"reward. Submit with sbatch --cpus-per-task={-(-need // int(count))}, or on more nodes."
         )
     run = RunDirectory(config)
-    run.make()
+    run.lock().close()  # is it to be had? The program will need it, when all nodes have been waited for
     address, _ = own_address()
     # Of this step, as runs may share a job too.
     first = int(os.environ["SLURM_JOB_ID"]) * PORTS_A_JOB + int(os.environ["SLURM_STEP_ID"]) % PORTS_A_JOB

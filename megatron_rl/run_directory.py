@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -51,25 +51,27 @@ class RunDirectory:
         self.model = Path(config.model.path).absolute() if config.model.path else self.path / "model"
         self.hf = self.path / "hf"
 
-    def make(self) -> None:
-        """The directory, for the process that will run in it. Raises: ConfigError."""
+    def lock(self) -> TextIO:
+        """Make the directory, and own it until what is returned is closed. Raises: ConfigError."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            (self.path / ".lock").touch()
+            lock = (self.path / ".lock").open("w")
         except OSError as error:
             raise ConfigError(
                 f"The run directory {self.path} cannot be made: {error}. Choose another runs_dir."
             ) from error
 
-    def __enter__(self) -> "RunDirectory":
-        self.make()
-        self._lock = (self.path / ".lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            lock.close()
             raise ConfigError(
                 f"Another process is running in {self.path}: two would overwrite each other. Choose another name=..."
             ) from error
+        return lock
+
+    def __enter__(self) -> "RunDirectory":
+        self._lock = self.lock()
         self._refuse_another_run()
         self._write_config()
         (self.path / ENDING).unlink(missing_ok=True)

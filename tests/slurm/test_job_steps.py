@@ -1,5 +1,6 @@
 """What the job script and its steps refuse or find out by themselves, without a Slurm."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -56,6 +57,17 @@ def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, capsys: 
 
     assert plan(tmp_path / "file") == REFUSED
     assert "cannot be made: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("step")
+def test_a_second_job_in_one_run_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(tmp_path) == 0
+    with (tmp_path / "run" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert plan(tmp_path) == REFUSED
+
+    assert "Another process is running in" in capsys.readouterr().err
+    assert plan(tmp_path) == 0
 
 
 @pytest.mark.usefixtures("step")

@@ -213,8 +213,7 @@ own=("cluster.address=$address:$port")
 [[ ${role[0]} ]] && own+=(cluster.trainer_nodes=trainer cluster.rollout_nodes=rollout) # what `start` offers there
 step 0 "$python" -m megatron_rl.main "$@" "${own[@]}" \
   > >(trap '' USR1 && exec tee "$logs/program.log") 2>&1 &
-program=$!
-late='' lost_at=''
+program=$! late='' lost_at=''
 while alive "$program" && [[ ! $cancelled ]]; do
   tick
   if [[ $stopping && ! $late ]] && ((SECONDS - stopping >= ${MRL_GRACE_S:-90})); then
@@ -243,7 +242,8 @@ elif [[ $late ]]; then
 elif ((code == STOPPED)) || { [[ $stopping ]] && ((code == KILLED_BY_USR1)); }; then # or: scancel without --batch
   requeue "the program has stopped"
 else
-  say "the program ended with exit code $code"
+  say "the program ended with exit code $code$( ((code > INTERRUPTED)) &&
+    echo ": it was killed, by somebody or for want of memory. The same command resumes.")"
 fi
 end_steps
 exit "$code"

@@ -76,9 +76,10 @@ def test_variables_of_another_job_or_of_the_users_taste_change_nothing(
 
 
 def test_what_a_site_prints_before_each_step_is_no_node(submit: Callable[..., Job]) -> None:
-    job = submit("--nodes=1", CODE=3)
+    job = submit("--nodes=1", CODE=137)
 
-    assert job.end() == "FAILED 3:0", job.output()
+    assert job.end() == "FAILED 137:0", job.output()  # as the program's, not 75 for a node
+    assert "137: it was killed, by somebody or for want of memory. The same command resumes." in job.output()
 
 
 def test_a_copy_of_the_script_says_that_it_is_none_of_a_clone(submit: Callable[..., Job]) -> None:

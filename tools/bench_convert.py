@@ -33,8 +33,17 @@ sys.path.insert(0, str(ROOT))
 from megatron_rl.formats import hf_files  # noqa: E402
 from megatron_rl.layouts.compile import hf_layouts  # noqa: E402
 from megatron_rl.models import load_table  # noqa: E402
+from megatron_rl.rollout.launch import end_group  # noqa: E402
 
 CONVERT = [sys.executable, str(ROOT / "tools" / "convert")]
+KILLED = """
+import os, signal, sys; from megatron_rl.convert import cli, importing; write = importing.write_unit
+def write_unit(unit):
+    write(unit)
+    if len(list(unit.partial.glob("unit-*.json"))) >= 24: os.kill(os.getppid(), signal.SIGKILL)  # of 64 or so
+importing.write_unit = write_unit; sys.exit(cli.main(sys.argv[1:]))
+"""
+"""tools/convert, killed half-way by one of its own workers: who waits for that moment outside may miss it."""
 SAMPLE_S = 0.25
 MAX_PEAK_BYTES, MIN_SPEED = 2e9, 0.5
 SPEED_FROM_BYTES = 4e9
@@ -146,22 +155,13 @@ def convert(source: Path, *arguments: str) -> tuple[float, int]:
 
 
 def kill_and_resume(source: Path, out: Path) -> tuple[int, int, int]:
-    """Kill -9 an import by two processes half-way, start it again.
-
-    Returns: bytes redone, of the largest unit, of all units.
-    """
+    """Kill -9 an import by two processes half-way, start again. Returns: bytes redone, of the largest unit, of all."""
     words = ["import", "--hf", str(source), "--out", str(out), "--processes", "2"]
-    process = subprocess.Popen([*CONVERT, *words])
-    partial = out.with_name(out.name + ".partial")
-    while len(list(partial.glob("unit-*.json"))) < 24:  # of 64 or so
-        if process.poll() is not None:
-            raise SystemExit("the import ended before it could be killed")
-        time.sleep(0.002)
-    workers = descendants(process.pid)[1:]
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        time.sleep(0.01)
+    partial, environment = out.with_name(out.name + ".partial"), {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", KILLED, *words], env=environment, start_new_session=True)
+    if (code := process.wait()) != -signal.SIGKILL:
+        raise SystemExit(f"the import was not killed, and ended with {code}")
+    end_group(process.pid)  # its workers end with it
     redone = sum(path.stat().st_size for path in partial.glob("*.tmp"))
     written = {path.name: path.stat() for path in (partial / "whole").glob("*.distcp")}
     convert(source, *words)

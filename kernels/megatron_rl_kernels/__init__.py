@@ -45,6 +45,8 @@ def prepare(operation: Callable[..., Any], *arguments: Any, **options: Any) -> C
             import_module(f"{__name__}.triton_ops.{module}"), function
         )
         return prepare_kernel(*arguments, **options)
+    if operation is copy_boxes:
+        return reference.prepare_copy(*arguments)
     return partial(getattr(reference, name), *arguments, **options)
 
 

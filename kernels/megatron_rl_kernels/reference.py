@@ -1,6 +1,6 @@
-"""What each operation computes, in plain torch: the truth that kernels are tested against, and what runs on a CPU."""
+"""What each operation computes, in torch and numpy: what kernels are tested against, and what runs on a CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,15 +20,40 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtype by bytes: comparing as integers tells -0.0 from 0.0, and finds a NaN equal to itself."""
 
 
-@torch.no_grad()
 def copy_boxes(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """destinations[i][...] = sources[i], for every i: views of any strides, equal shapes; dtypes may differ.
 
     float32 becomes bfloat16 by rounding to nearest, ties to even; a NaN stays one, with other bits.
-    Raises: RuntimeError when the shapes of a pair differ. Destinations must not overlap; nothing checks that here.
+    Raises: LayoutError when the shapes of a pair differ. Destinations must not overlap; nothing checks that here.
     """
-    if destinations:
-        torch._foreach_copy_(list(destinations), list(sources))
+    prepare_copy(destinations, sources)()
+
+
+@torch.no_grad()
+def prepare_copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
+    """The copy, to be called at every step: equal dtypes through numpy, whose runs of bytes are moved by memmove.
+
+    On recent CPUs that does not read what it writes over, as torch's loop does: less traffic by a third.
+    """
+    if not destinations:
+        return lambda: None
+    check_pairs(destinations, sources)
+    pairs = list(zip(destinations, sources, strict=True))
+    moved = [(_bits(to), _bits(of)) for to, of in pairs if to.dtype == of.dtype]
+    cast = [(to.detach(), of.detach()) for to, of in pairs if to.dtype != of.dtype]
+
+    def copy() -> None:
+        for into, bits in moved:
+            np.copyto(into, bits)
+        for to, of in cast:
+            to.copy_(of)
+
+    return copy
+
+
+def _bits(tensor: Tensor) -> np.ndarray:
+    """Integers: numpy knows neither bfloat16 nor e4m3."""
+    return tensor.detach().view(INTEGERS[tensor.element_size()]).numpy()
 
 
 def check_quantize(quantized: Tensor, scale: Tensor, parts: Sequence[Tensor]) -> None:

@@ -46,10 +46,9 @@ def test_nothing_to_copy_is_nothing_done() -> None:
 
 
 def test_different_shapes_are_refused() -> None:
-    with pytest.raises(RuntimeError):
-        copy_boxes([torch.zeros(2, 3)], [torch.zeros(3, 2)])
-    with pytest.raises(LayoutError, match=r"Pair 0: destination \[2, 3\], source \[3, 2\]"):
-        compile_copy([torch.zeros(2, 3)], [torch.zeros(3, 2)])
+    for copy in (copy_boxes, compile_copy):
+        with pytest.raises(LayoutError, match=r"Pair 0: destination \[2, 3\], source \[3, 2\]"):
+            copy([torch.zeros(2, 3)], [torch.zeros(3, 2)])
 
 
 def test_a_kernel_refuses_casts_that_it_does_not_know() -> None:

@@ -15,7 +15,7 @@ from megatron_rl.errors import SyncError
 from megatron_rl.layouts.boxes import NBYTES
 from megatron_rl.resharding.messages import ALIGN_BYTES, Message
 from megatron_rl.resharding.timer import Timer
-from megatron_rl.resharding.views import checksum_of, message_views, tensor_views
+from megatron_rl.resharding.views import checksum_of, message_views, parts_of, tensor_views
 
 INDEX_BYTES = 4
 
@@ -123,10 +123,11 @@ class Rebuild:
         return 0 if self._memory is None else self._memory.nbytes
 
     def __call__(
-        self, giver: str, message: Message, memory: Tensor, timer: Timer, *, since: int, count: int, checksum: str
+        self, giver: str, message: Message, memory: Tensor, timer: Timer, *, since: int, count: int, whole: list[str]
     ) -> Tensor:
         """The whole message, of which `memory` holds the `count` changes since version `since`.
 
+        whole: the checksums of its parts.
         Raises: SyncError when the parameters do not hold that version, or the result is not the sender's message.
         """
         if since != self.version:
@@ -136,23 +137,25 @@ class Rebuild:
             )
         if self._memory is None:
             self._memory = torch.empty(self._largest_bytes, dtype=torch.uint8, device=memory.device)
-        whole = self._memory[: message.nbytes]
+        made = self._memory[: message.nbytes]
         with timer("unpack"):
             if message.number not in self._steps:
-                self._steps[message.number] = self._prepare(message, whole)
+                self._steps[message.number] = self._prepare(message, made)
             pack, apply, word = self._steps[message.number]
-            clear_gaps(whole, message)
+            clear_gaps(made, message)
             pack()
             apply(delta_in(memory, count, word))
-        with timer("check"):
-            found = checksum_of(whole)
-        if found != checksum:
-            raise SyncError(
-                f"{self._me}: message {message.number} from {giver} ({message.content}), put together from the "
-                f"parameters and {count} changes since {_named(since)}, has checksum {found} where {giver} has "
-                f"{checksum}: the parameters were no longer {_named(since)}. Push again: then everything is sent."
-            )
-        return whole
+        for part, checksum in zip(parts_of(message, made.device), whole, strict=True):
+            with timer("check"):
+                found = checksum_of(made[part.start : part.end])
+            if found != checksum:
+                raise SyncError(
+                    f"{self._me}: message {message.number} from {giver}, put together from the parameters and {count} "
+                    f"changes since {_named(since)}, has checksum {found} where {giver} has {checksum} "
+                    f"({part.content}): the parameters were no longer {_named(since)}. Push again: then everything is "
+                    "sent."
+                )
+        return made
 
     def _prepare(
         self, message: Message, whole: Tensor

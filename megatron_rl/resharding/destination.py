@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.errors import SyncError
 from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.layouts.fp8 import DTYPE, SCALE, scale_shape
-from megatron_rl.resharding.messages import Message, Piece, scales_of
+from megatron_rl.resharding.messages import Message, Part, Piece, scales_of
 from megatron_rl.resharding.spec import trainer_name
 from megatron_rl.resharding.views import copy_view, message_views, tensor_views
 
@@ -42,9 +42,9 @@ class Matrices:
         self.peak_bytes = 0
         """The most that they took at one time."""
 
-    def add(self, message: Message, memory: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """Take the parts in a message that lies in `memory`. Yields: matrices that are whole, and where they belong."""
-        for piece, sent in zip(message.pieces, message_views(memory, message.pieces), strict=True):
+    def add(self, part: Part, memory: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Take what a part of a message in `memory` holds. Yields: matrices that are whole, and where they belong."""
+        for piece, sent in zip(part.pieces, message_views(memory, part.pieces), strict=True):
             key = piece.tensor, piece.offset[:-2]
             if key not in self._open:
                 shape = self._parameters[piece.tensor].shape[-2:]
@@ -65,16 +65,16 @@ class Parameters:
         """in_full: messages with parts of `Matrices`."""
         self._parameters, self._me = parameters, me
         self._matrices = Matrices(parameters, in_full)
-        self._unpacking: dict[tuple[int, int], tuple[list[Tensor], list[Tensor], Callable[[], None]]] = {}
-        """By memory and message: where its rectangles go to, where they lie in it, and the copy."""
+        self._unpacking: dict[tuple[int, int, int], tuple[list[Tensor], list[Tensor], Callable[[], None]]] = {}
+        """By memory, message and part: where its rectangles go to, where they lie in it, and the copy."""
 
-    def write(self, message: Message, memory: Tensor, *, compare: bool) -> None:
-        """Write a message that lies in `memory`, or compare the parameters with it.
+    def write(self, message: Message, part: Part, memory: Tensor, *, compare: bool) -> None:
+        """Write a part of a message that lies in `memory`, or compare the parameters with it.
 
         Raises: SyncError naming tensor, ranks and the first element that differs.
         """
         if message.number in self._matrices.numbers:
-            for piece, matrix in self._matrices.add(message, memory):
+            for piece, matrix in self._matrices.add(part, memory):
                 both = piece, scales_of(piece)
                 held = tensor_views(self._parameters, both)
                 if compare:
@@ -82,13 +82,13 @@ class Parameters:
                 else:
                     quantize_boxes([held[0]], [held[1]], [[matrix]])
             return
-        key = memory.data_ptr(), message.number
+        key = memory.data_ptr(), message.number, part.start
         if key not in self._unpacking:
-            held, sent = tensor_views(self._parameters, message.pieces), message_views(memory, message.pieces)
+            held, sent = tensor_views(self._parameters, part.pieces), message_views(memory, part.pieces)
             self._unpacking[key] = held, sent, prepare(copy_boxes, held, sent)
         held, sent, unpack = self._unpacking[key]
         if compare:
-            self._compare(message, message.pieces, held, sent)
+            self._compare(message, part.pieces, held, sent)
         else:
             unpack()
 
@@ -137,14 +137,14 @@ class Assembly:
         self.peak_bytes = 0
         """The most that tensors took at one time, with those that the loader had and still kept."""
 
-    def write(self, message: Message, memory: Tensor, *, compare: bool) -> None:
-        """Write a message that lies in `memory`."""
+    def write(self, message: Message, part: Part, memory: Tensor, *, compare: bool) -> None:
+        """Write a part of a message that lies in `memory`."""
         assert not compare, "a loader takes tensors, and shows none"
-        for piece in message.pieces:
+        for piece in part.pieces:
             if piece.tensor not in self._open:
                 self._begin(self._layouts[piece.tensor], piece.dtype)
             self._missing[piece.tensor] -= piece.nbytes
-        copy_boxes(tensor_views(self._open, message.pieces), message_views(memory, message.pieces))
+        copy_boxes(tensor_views(self._open, part.pieces), message_views(memory, part.pieces))
 
     def _begin(self, layout: TensorLayout, dtype: str) -> None:
         """In a dtype that is not the layout's come FP8 tensors of which no sender has all of some block."""

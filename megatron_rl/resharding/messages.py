@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from megatron_rl.errors import SyncError
@@ -46,6 +47,21 @@ def scales_of(piece: Piece) -> Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A run of a message's bytes, in whole rectangles, that has a checksum of its own."""
+
+    start: int
+    end: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def content(self) -> str:
+        """As errors name it."""
+        first, last = self.pieces[0].tensor, self.pieces[-1].tensor
+        return first if first == last else f"{first} ... {last}"
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """Bytes that one trainer rank packs once and that every one of `readers` unpacks."""
 
@@ -69,11 +85,21 @@ class Message:
     computed different plans."""
     pieces: tuple[Piece, ...]
 
+    def parts(self, least_bytes: int) -> list[Part]:
+        """All of it in parts of at least so many bytes, but for the last: the same ones on both sides."""
+        firsts = [0]
+        for i, piece in enumerate(self.pieces):
+            # Scales stay with their rectangle: only a reader has them as pieces.
+            if piece.at - self.pieces[firsts[-1]].at >= least_bytes and not piece.tensor.endswith(SCALE):
+                firsts.append(i)
+        runs = [self.pieces[a:b] for a, b in pairwise([*firsts, len(self.pieces)])]
+        ends = [*(run[0].at for run in runs[1:]), self.nbytes]
+        return [Part(run[0].at, end, run) for run, end in zip(runs, ends, strict=True)]
+
     @property
     def content(self) -> str:
         """As errors name it."""
-        first, last = self.pieces[0].tensor, self.pieces[-1].tensor
-        return first if first == last else f"{first} ... {last}"
+        return Part(0, self.nbytes, self.pieces).content
 
     @property
     def takers(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from megatron_rl.errors import SyncError
 from megatron_rl.layouts.compile import sglang_layouts
 from megatron_rl.layouts.fp8 import with_scales
 from megatron_rl.models import load_table
+from megatron_rl.resharding.arrival import proved
 from megatron_rl.resharding.delta import Rebuild
 from megatron_rl.resharding.destination import Assembly, NamedTensors, Parameters
 from megatron_rl.resharding.messages import Message, handling
@@ -23,7 +24,7 @@ from megatron_rl.resharding.spec import LoadReport, Push, SyncSpec, engine_name,
 from megatron_rl.resharding.transport.links import PATIENCE_S, Link, Session
 from megatron_rl.resharding.transport.network import Network, join_network
 from megatron_rl.resharding.transport.slots import Slots, attach
-from megatron_rl.resharding.views import check_tensors, checksum_of
+from megatron_rl.resharding.views import check_tensors
 
 CPU = torch.device("cpu")
 _DIFFERENT_PLANS = "The two computed different plans: run the same version of megatron_rl on both sides."
@@ -223,26 +224,19 @@ class Receiver:
         self._take(giver.peer, message, news, memory, push, progress)
         giver.send(slot=news["slot"])
         others = {engine_name(self._spec, reader) for reader in message.readers if reader != self._reader}
-        offer = {key: news[key] for key in ("number", "plan", "version", "checksum", "delta")}
+        offer = {key: news[key] for key in ("number", "plan", "version", "checksums", "delta")}
         self._slots.offer(session, others, len(memory), content=message.content, **offer)
 
     def _take(
         self, giver: str, message: Message, news: dict[str, Any], memory: Tensor, push: Push, progress: Progress
     ) -> None:
-        """Check a message and write it into the parameters, or compare them with it."""
-        sent_bytes = news["nbytes"]
-        with progress.timer("check"):
-            found = checksum_of(memory[:sent_bytes])
-        if found != news["checksum"]:
-            raise SyncError(
-                f"{self._me}: the {sent_bytes} bytes of message {message.number} from {giver} "
-                f"({message.content}) arrived with checksum {found}, sent with {news['checksum']}. Push again."
-            )
-        if news["delta"]:
-            memory = self._rebuild(giver, message, memory, progress.timer, **news["delta"])
-        with progress.timer("unpack"):
-            progress.into.write(message, memory, compare=push.compare)
-            if self._device.type == "cuda":
+        """Check a message and write it into the parameters, or compare them with it, part by part."""
+        sent_bytes, timer = news["nbytes"], progress.timer
+        for part, proven in proved(self._me, giver, message, news, memory, self._rebuild, timer):
+            with timer("unpack"):
+                progress.into.write(message, part, proven, compare=push.compare)
+        if self._device.type == "cuda":
+            with timer("unpack"):
                 torch.cuda.current_stream(self._device).synchronize()  # the giver may fill the buffer again
         if message.kind != "local":
             progress.covered_bytes += message.payload_bytes

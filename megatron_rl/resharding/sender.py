@@ -108,33 +108,33 @@ class Sender:
             check_tensors(tensors, self._layouts, whose=self._me)
             self._addresses, self._packing = addresses, {}
 
-    def _pack(self, tensors: Mapping[str, Tensor], message: Message, timer: Timer) -> tuple[Tensor, str]:
-        """The filled slot, and its checksum."""
+    def _pack(self, tensors: Mapping[str, Tensor], message: Message, timer: Timer) -> tuple[Tensor, list[str]]:
+        """The filled slot, and the checksums of its parts."""
         memory = self._slots.next(message.nbytes)
         key = memory.data_ptr(), message.number
         if key not in self._packing:
-            self._packing[key] = packing(memory, message.pieces, tensors)
+            self._packing[key] = packing(memory, message, tensors)
         if self._spec.delta:
             clear_gaps(memory, message)
-        return memory, pack(memory, self._packing[key], timer)
+        return memory, pack(self._packing[key], timer)
 
     def _shorten(
-        self, message: Message, memory: Tensor, whole: str, push: Push, timer: Timer
+        self, message: Message, memory: Tensor, whole: list[str], push: Push, timer: Timer
     ) -> tuple[Tensor, dict[str, Any]]:
         """What of a filled slot is sent, the message or what changed in it, and how it is announced.
 
-        `whole`: its checksum.
+        `whole`: its checksums.
         """
         changes = None
         if self._spec.delta and not push.compare and message.number not in self._in_full:
             with timer("pack"):
                 changes = self._held.shorten(message, memory)
         if changes is None:
-            return memory, {"checksum": whole, "delta": None}
+            return memory, {"checksums": whole, "delta": None}
         memory, count = changes
         with timer("check"):
-            found = checksum_of(memory)
-        return memory, {"checksum": found, "delta": {"since": self._held.version, "count": count, "checksum": whole}}
+            found = [checksum_of(memory)]
+        return memory, {"checksums": found, "delta": {"since": self._held.version, "count": count, "whole": whole}}
 
     def _serve(self, session: Session, *, until: Callable[[], bool]) -> None:
         """Hear the takers."""

@@ -10,12 +10,12 @@ from torch import Tensor
 from megatron_rl.errors import LayoutError
 from megatron_rl.layouts.boxes import TensorLayout
 from megatron_rl.layouts.fp8 import DTYPE
-from megatron_rl.resharding.messages import Piece, scales_of
+from megatron_rl.resharding.messages import Message, Part, Piece, scales_of
 from megatron_rl.resharding.timer import Timer
 
 DIFFERENCES_SHOWN = 8
-STEP_BYTES = 1 << 20
-"""Of a message, that a CPU packs at once: still in its nearest caches when the checksum is taken."""
+PART_BYTES = 2 << 20
+"""Of a message, that a CPU deals with at once: still in its nearest caches when the checksum is taken."""
 
 
 def copy_view(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -38,20 +38,18 @@ def tensor_views(tensors: Mapping[str, Tensor], pieces: Iterable[Piece]) -> list
     return [copy_view(tensors[p.tensor], p.offset, p.shape) for p in pieces]
 
 
-def packing(
-    memory: Tensor, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]
-) -> list[tuple[Callable[[], None], Tensor]]:
-    """Steps that fill a message that lies in `memory` from a rank's tensors, each with the part that it fills.
+def parts_of(message: Message, device: torch.device) -> list[Part]:
+    """What of a message is packed, or checked and written, at once: a GPU takes all of it."""
+    return message.parts(message.nbytes if device.type == "cuda" else PART_BYTES)
+
+
+def packing(memory: Tensor, message: Message, tensors: Mapping[str, Tensor]) -> list[tuple[Callable[[], None], Tensor]]:
+    """What fills each part of a message that lies in `memory` from a rank's tensors, and the part.
 
     They copy, cast, and make FP8 with its scales.
     """
-    step_bytes = len(memory) if memory.is_cuda else STEP_BYTES
-    steps, first = [], 0
-    for i, end in enumerate([*(piece.at for piece in pieces[1:]), len(memory)], start=1):
-        if end - pieces[first].at >= step_bytes or i == len(pieces):
-            steps.append((_filling(memory, pieces[first:i], tensors), memory[pieces[first].at : end]))
-            first = i
-    return steps
+    parts = parts_of(message, memory.device)
+    return [(_filling(memory, part.pieces, tensors), memory[part.start : part.end]) for part in parts]
 
 
 def _filling(memory: Tensor, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> Callable[[], None]:
@@ -81,19 +79,15 @@ def checksum_of(memory: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(memory.numpy())
 
 
-def pack(memory: Tensor, steps: Iterable[tuple[Callable[[], None], Tensor]], timer: Timer) -> str:
-    """Take the steps that `packing` made. Returns: `checksum_of(memory)`; a CPU takes it part by part."""
-    digest = xxhash.xxh3_128()
+def pack(steps: Iterable[tuple[Callable[[], None], Tensor]], timer: Timer) -> list[str]:
+    """Take the steps that `packing` made. Returns: the checksum of each part."""
+    checksums = []
     for fill, part in steps:
         with timer("pack"):
             fill()
-        if not memory.is_cuda:
-            with timer("check"):
-                digest.update(part.numpy())
-    if not memory.is_cuda:
-        return digest.hexdigest()
-    with timer("check"):
-        return checksum_of(memory)
+        with timer("check"):
+            checksums.append(checksum_of(part))
+    return checksums
 
 
 def check_tensors(tensors: Mapping[str, Tensor], layouts: Sequence[TensorLayout], *, whose: str) -> None:

@@ -132,7 +132,9 @@ def test_a_damaged_delta_is_refused_and_the_next_push_sends_everything(monkeypat
         edit(it, some, 0.25)
         with monkeypatch.context() as patch:
             flip_a_bit(patch)
-            with pytest.raises(SyncError, match=r"rank \d: the \d+ bytes of message .*trainer rank 0 .*sent with"):
+            with pytest.raises(
+                SyncError, match=r"rank \d: the \d+ bytes at \d+ of message .*trainer rank 0 .*sent with"
+            ):
                 it.push(2)
 
         assert shares(*it.push(2)) == (-1.0, 1.0)

@@ -22,7 +22,7 @@ from megatron_rl.layouts.sglang_topology import SglangTopology
 from megatron_rl.models import load_table
 from megatron_rl.resharding.spec import Placement, SyncSpec
 from tests.fp8_models import ENGINES, FP8, in_fp8, write_both
-from tests.resharding.pushing import destinations, fill, hashed, pushing, sources, values_of
+from tests.resharding.pushing import destinations, fill, flip_a_bit, hashed, pushing, sources, values_of
 
 LAYERS = 4
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -180,6 +180,23 @@ def test_it_is_made_of_the_trainers_own_numbers_and_compared_where_it_arrived(
             with pytest.raises(SyncError, match=rf"engine 0 rank 1: {name}\[2, 1, [14]\] is .* after the load"):
                 it.push(version=3, compare=True)
             it.push(version=3)
+            assert it.is_complete()
+
+
+@pytest.mark.parametrize("trainer", ["tp2_ep2", "tp2_etp4"])
+def test_a_flipped_bit_is_found_and_the_next_push_heals(
+    trainer: str, cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases["qwen3_moe"]
+    with case.pushing(case.spec(trainer, {"tp": 2}, bucket_bytes=1 << 16)) as it:
+        for of in (0, 20):
+            with monkeypatch.context() as patch:
+                flip_a_bit(patch, of=of)
+                with pytest.raises(
+                    SyncError, match=r"rank \d: the \d+ bytes at \d+ of message .*trainer rank \d .*sent"
+                ):
+                    it.push(version=1)
+            it.push(version=1)
             assert it.is_complete()
 
 

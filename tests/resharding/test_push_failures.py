@@ -32,7 +32,7 @@ TWO_NODES = Placement(((0, 0), (0, 1), (1, 0), (1, 1)), ((1, 2), (1, 3)))
 KINDS = {"node": None, "network": TWO_NODES}
 RANK = r"(trainer|engine 0) rank \d"
 TENSOR = r"(layers|embed|norm|head|output_layer)"
-DAMAGED = rf"engine 0 rank \d: the \d+ bytes of message \d+ from {RANK} \(.*{TENSOR}.*checksum"
+DAMAGED = rf"engine 0 rank \d: the \d+ bytes at \d+ of message \d+ from {RANK} \(.*{TENSOR}.*checksum"
 
 
 def spec_of(kind: str, **options: Any) -> SyncSpec:

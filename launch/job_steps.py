@@ -67,6 +67,12 @@ def plan(count: str, *arguments: str) -> int:
             f"cluster.nodes={config.cluster.nodes}, and the job has {count}: the layout was made for the former. "
             f"Submit with sbatch --nodes={config.cluster.nodes}, or set cluster.nodes={count}."
         )
+    gpus, each = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")), config.cluster.gpus_per_node
+    if config.cluster.nodes is not None and gpus < each:
+        raise ConfigError(
+            f"cluster.gpus_per_node={each}, and the job has {gpus} on {node_name()}: the run would wait for others, "
+            f"or compute on CPUs. Submit with sbatch --gpus-per-node={each}."
+        )
     have, need = cpus_of_job(os.environ), cpus_needed(config)
     if have < need:
         raise ConfigError(

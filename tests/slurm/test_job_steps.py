@@ -79,6 +79,19 @@ def test_a_job_with_too_few_cpus_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "Submit with sbatch --cpus-per-task=3, or on more nodes." in said
 
 
+@pytest.mark.usefixtures("step")
+def test_a_job_without_the_gpus_that_the_config_counts_on_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_gpus = ("cluster.nodes=2", "cluster.gpus_per_node=4")
+
+    assert plan(tmp_path, *on_gpus) == REFUSED
+    said = capsys.readouterr().err
+    assert "cluster.gpus_per_node=4, and the job has 0 on node1" in said and "--gpus-per-node=4" in said
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    assert plan(tmp_path, *on_gpus) == 0
+
+
 def test_the_cpus_of_a_job_are_those_of_its_nodes_and_components() -> None:
     assert cpus_of_job({"SLURM_JOB_CPUS_PER_NODE": "4(x2),3"}) == 11
     groups = {"SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "4", "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "3(x2)"}

@@ -17,7 +17,6 @@ from megatron_rl.rollout import launch
 from megatron_rl.rollout.options import ServerSettings
 from megatron_rl.rollout.process import START_ATTEMPTS, ServerProcess, free_ports
 from megatron_rl.rollout.server_log import server_error
-from megatron_rl.rollout.watching import FIRST_S, first_gone
 
 
 def test_the_error_of_a_traceback_is_found_among_other_lines() -> None:
@@ -178,46 +177,6 @@ def test_processes_of_a_server_can_set_their_titles_whatever_it_does_to_its_envi
     )
 
     assert done.stdout == "sglang::scheduler\n", done.stderr
-
-
-MAIN_THREAD_GONE = """
-import ctypes, threading, time
-threading.Thread(target=time.sleep, args=(1000,)).start()
-print("ready", flush=True)
-ctypes.CDLL(None).pthread_exit(None)
-"""
-
-
-@pytest.mark.parametrize(
-    ("ends", "gone"),
-    [("whole", []), ("main thread", []), ("child", ["sglang::scheduler"])],
-    ids=str,
-)
-def test_a_child_that_is_gone_before_the_server_has_ended_may_have_followed_it(ends: str, gone: list[str]) -> None:
-    """Children of a killed server go with its main thread, while others still end: for seconds on a busy machine."""
-    ended = threading.Event()
-    program = MAIN_THREAD_GONE if ends == "main thread" else "print('ready', flush=True); input()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen([sys.executable, "-c", program], **pipes)
-    processes = [server, *(subprocess.Popen(["sleep", "1000"]) for _ in range(2))]
-    descriptors = [os.pidfd_open(process.pid) for process in processes]
-    try:
-        assert server.stdout is not None and server.stdout.readline() == b"ready\n"
-        deadline = time.monotonic() + 20
-        while ends == "main thread" and psutil.Process(server.pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        processes[1].kill()
-        if ends == "whole":
-            threading.Timer(FIRST_S / 4, ended.set).start()
-
-        names = dict(zip(descriptors, ["", "sglang::scheduler", "sglang::detokenizer"], strict=True))
-        assert first_gone(names, ended, server.pid) == gone
-    finally:
-        for process, descriptor in zip(processes, descriptors, strict=True):
-            process.kill()
-            process.communicate()
-            os.close(descriptor)
 
 
 def test_a_group_is_gone_when_none_of_it_runs_whether_somebody_asks_for_its_end_or_not(

@@ -157,7 +157,8 @@ def test_the_command_lines_of_a_page_pass_every_check(page: Path, tmp_path: Path
     commands = [command for command, output in found if not output.startswith("\nrefused:")]
 
     assert commands or page.name in ("CONTRIBUTING.md", "design.md") or page.parent.name == "kernels"
-    for command in (c for c in commands if "..." not in c and "=" in c):
+    for line in (c for c in commands if "..." not in c and "=" in c):
+        command = re.sub(r"\$SLURM_\w+", "7", line)  # of a job
         words = [
             f"model.path={tmp_path}" if w.startswith("model.path=") else w
             for w in shlex.split(command.replace("\\\n", " "))

@@ -181,7 +181,7 @@ def keep_logs(temporary: Path) -> None:
 
 def wait(address: str, port: str, *names: str) -> int:
     """Until Ray has these nodes and no others; prints name, address and port of each."""
-    limit_s = float(os.environ.get("MRL_READY_S", "180"))
+    limit_s = float(os.environ.get("MRL_READY_S") or "180")
     deadline = time.monotonic() + limit_s
     found: dict[str, str] = {}
     while time.monotonic() < deadline:

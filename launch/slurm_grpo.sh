@@ -26,7 +26,7 @@ STOPPED=85 # of a program that SIGUSR1 stopped: it has saved what can be saved, 
 INTERRUPTED=130 KILLED_BY_USR1=138
 
 say() { printf '[%s +%ss] %s\n' "slurm_grpo" "$SECONDS" "$*"; }
-quit() { say "$2" && exit "$1"; }
+quit() { say "$2"; exit "$1"; }
 alive() { kill -0 "$1" 2>/dev/null; }
 
 [[ ${SLURM_JOB_ID:-} ]] ||
@@ -45,7 +45,7 @@ trap 'cancelled=1' TERM INT
 # Slurm runs a copy of this file; sbatch has noted where it was, and its arguments behind. A script of the user's runs it
 # where it is.
 root=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd)
-[[ ${BASH_SOURCE[0]} == */launch/slurm_grpo.sh ]] ||
+[[ -e $root/launch/job_steps.py ]] ||
   root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(/.*\)/launch/slurm_grpo\.sh.*|\1|p' | head -n 1)
 cd "${root:-/none}" 2>/dev/null ||
   quit 1 "$(hostname) has no clone${root:+ at $root}. Submit launch/slurm_grpo.sh itself, in one that all nodes see."
@@ -76,10 +76,11 @@ done
 [[ ! ${MRL_ROLLOUT_CONSTRAINT:-} || " ${role[*]}" == *" trainer"* && " ${role[*]}" == *" rollout"* ]] ||
   quit $REFUSED "refused: MRL_ROLLOUT_CONSTRAINT=$MRL_ROLLOUT_CONSTRAINT is a feature of all or none of ${nodes[*]}."
 
-# How a step runs: as it is, or in a container that sees the clone and the temporary directory.
+# How a step runs: as it is, or in a container that sees the clone, the temporary directory, and /tmp, where Ray's
+# sockets lie if the name of that is too long for them.
 export TMPDIR=${TMPDIR:-/tmp}
 python=${MRL_PYTHON:-python3} container=() inside=() mounts=''
-IFS=, read -ra paths <<<"$root,$TMPDIR${MRL_MOUNTS:+,$MRL_MOUNTS}"
+IFS=, read -ra paths <<<"$root,$TMPDIR$([[ $TMPDIR == /tmp ]] || echo ,/tmp)${MRL_MOUNTS:+,$MRL_MOUNTS}"
 for path in "${paths[@]}"; do # pyxis documents both sides only
   [[ $path == *:* ]] || path=$path:$path
   mounts+=${mounts:+,}$path
@@ -125,16 +126,16 @@ tick() { sleep 0.5 & wait $!; }
 # while when one of the job's nodes is gone.
 unreachable() {
   while read -r node ip port; do
-    [[ $port =~ ^[0-9]+$ ]] && { timeout 3 bash -c "exec 3<>/dev/tcp/$ip/$port" 2>/dev/null || echo "$node"; } &
+    [[ " ${nodes[*]} " == *" $node "* ]] && { timeout 3 bash -c "exec 3<>/dev/tcp/$ip/$port" 2>/dev/null || echo "$node"; } &
   done <"$logs/nodes"
   wait
 }
 
-# Whether a node's step has ended; sets `lost` to its name.
+# Whether a node's step has ended; sets `lost` to its name, `ended` to the step.
 lost_node() {
   local i
   for i in "${!steps[@]}"; do
-    alive "${steps[i]}" || { lost=${nodes[i]} && return 0; }
+    alive "${steps[i]}" || { lost=${nodes[i]} ended=${steps[i]} && return 0; }
   done
   return 1
 }
@@ -159,9 +160,12 @@ newest() {
 }
 before=$(newest)
 
-# Whether Slurm ends the job within a quarter of an hour, as SIGUSR1 tells it, and would after the next start.
+# Whether Slurm ends the job within a quarter of an hour, as SIGUSR1 tells it, and would after the next start: for its
+# time limit, that is, and not because it is preempted.
 at_limit() {
-  local end && end=$(date --date="$(of_job EndTime)" +%s 2>/dev/null) && ((end - EPOCHSECONDS < 900))
+  local end preempted
+  preempted=$(of_job PreemptTime) && [[ ${preempted:-None} == None ]] && end=$(of_job EndTime) && [[ $end ]] &&
+    end=$(date --date="$end" +%s 2>/dev/null) && ((end - EPOCHSECONDS < 900))
 }
 
 # requeue WHY
@@ -169,7 +173,8 @@ requeue() {
   if [[ $stopping && $(newest) == "$before" ]] && at_limit; then
     say "$1 without a new checkpoint; the next start has as little time: not requeued. Raise --time, or lower \
 checkpoint.every"
-    end_steps && exit 1
+    end_steps
+    exit 1
   fi
   end_steps
   say "$1; requeued, to go on from $(newest)"
@@ -204,16 +209,22 @@ while alive "$waiter"; do
   tick
   [[ $cancelled ]] && cancel
   [[ $stopping ]] && requeue "stopped before the program started"
-  lost_node && fail "${lost} did not start. The end of $logs/ray-$lost.log:"$'\n'"$(tail -n 12 "$logs/ray-$lost.log")"
+  lost_node || continue
+  why="$lost did not start. The end of $logs/ray-$lost.log:"$'\n'"$(tail -n 12 "$logs/ray-$lost.log")"
+  wait "$ended"
+  (($? == REFUSED)) && { say "$why"; end_steps; exit "$REFUSED"; } # nor would it next time
+  fail "$why"
 done
 wait "$waiter" || fail "Ray does not have all nodes" # `wait` has said which
 
 say "Ray has ${#nodes[@]} nodes; starting the program"
 own=("cluster.address=$address:$port")
 [[ ${role[0]} ]] && own+=(cluster.trainer_nodes=trainer cluster.rollout_nodes=rollout) # what `start` offers there
+[[ $stopping ]] && requeue "stopped before the program started"
 step 0 "$python" -m megatron_rl.main "$@" "${own[@]}" \
   > >(trap '' USR1 && exec tee "$logs/program.log") 2>&1 &
 program=$! late='' lost_at=''
+[[ $stopping ]] && kill -USR1 "$program" # as the trap would have a moment later
 while alive "$program" && [[ ! $cancelled ]]; do
   tick
   if [[ $stopping && ! $late ]] && ((SECONDS - stopping >= ${MRL_GRACE_S:-90})); then

@@ -63,10 +63,16 @@ class RunDirectory:
 
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             lock.close()
             raise ConfigError(
                 f"Another process is running in {self.path}: two would overwrite each other. Choose another name=..."
+            ) from error
+        except OSError as error:
+            lock.close()
+            raise ConfigError(
+                f"The file system of {self.path} gives no locks ({error}): two processes could overwrite each other. "
+                "Choose a runs_dir on one that does; Lustre does when it is mounted with `flock`."
             ) from error
         return lock
 

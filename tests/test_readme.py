@@ -133,10 +133,17 @@ def test_the_variables_of_the_cluster_page_are_those_that_the_launcher_reads() -
     assert {name for name, _ in table} == set(read)
     for name, default in table:
         if default.strip().isdigit():
-            in_both = f"${{{name}:-{default.strip()}}}", f'environ.get("{name}", "{default.strip()}")'
+            in_both = f"${{{name}:-{default.strip()}}}", f'environ.get("{name}") or "{default.strip()}"'
             assert in_both[0] in launcher or in_both[1] in nodes, name
     codes = set(re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE))
-    ours = {main.DONE, main.FAILED, main.REFUSED, main.STOPPED, int(re.findall(r"^LOST=(\d+)", launcher, re.M)[0])}
+    ours = {
+        main.DONE,
+        main.FAILED,
+        main.REFUSED,
+        main.STOPPED,
+        main.INTERRUPTED,
+        int(re.findall(r"^LOST=(\d+)", launcher, re.M)[0]),
+    }
     assert codes == {str(code) for code in ours}
 
 

@@ -1,4 +1,7 @@
+import errno
+import fcntl
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,16 @@ def with_a_checkpoint(runs: Path) -> None:
     with RunDirectory(config(runs)) as run:
         (run.checkpoints / "step_000003").mkdir(parents=True)
         (run.checkpoints / "step_000003" / "state.json").write_text("{}")
+
+
+def test_a_file_system_without_locks_is_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    with pytest.raises(ConfigError, match=r"gives no locks \(.*No locks available\).*Choose a runs_dir"):
+        RunDirectory(config(tmp_path)).lock()
 
 
 def test_a_second_process_in_the_same_run_is_refused(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Child:
 
 def _serve(pipe: Connection, other: Connection, owner: int) -> None:
     other.close()
-    follow(owner)
+    begin_fork(owner)
     while True:
         function, args = pipe.recv()
         try:
@@ -94,7 +94,7 @@ def over_units[U, R](
     results: dict[int, R] = {}
     with (
         Meter(what, sum(nbytes)) as meter,
-        ProcessPoolExecutor(min(processes, len(units)), context, follow, (os.getpid(),)) as pool,
+        ProcessPoolExecutor(min(processes, len(units)), context, begin_fork, (os.getpid(),)) as pool,
     ):
         # A large one that came last would be alone.
         order = sorted(range(len(units)), key=lambda i: -nbytes[i])
@@ -112,7 +112,7 @@ def over_units[U, R](
     return [results[i] for i in range(len(units))]
 
 
-def follow(owner: int) -> None:
+def begin_fork(owner: int) -> None:
     """What a process begins with that was forked from `owner`: it ends when that does, however that ends.
 
     Signals to the whole group are the owner's to handle.

@@ -13,7 +13,7 @@ from megatron_rl.resharding.views import checksum_of, parts_of
 
 
 def proved(
-    me: str, giver: str, message: Message, news: Mapping[str, Any], memory: Tensor, rebuild: Rebuild, timer: Timer
+    message: Message, news: Mapping[str, Any], memory: Tensor, *, me: str, giver: str, rebuild: Rebuild, timer: Timer
 ) -> Iterator[tuple[Part, Tensor]]:
     """Each part of a message as soon as it is proved, and the memory that the message lies in.
 

@@ -232,7 +232,7 @@ class Receiver:
     ) -> None:
         """Check a message and write it into the parameters, or compare them with it, part by part."""
         sent_bytes, timer = news["nbytes"], progress.timer
-        for part, proven in proved(self._me, giver, message, news, memory, self._rebuild, timer):
+        for part, proven in proved(message, news, memory, me=self._me, giver=giver, rebuild=self._rebuild, timer=timer):
             with timer("unpack"):
                 progress.into.write(message, part, proven, compare=push.compare)
         if self._device.type == "cuda":

@@ -67,9 +67,14 @@ def _runs(group: int) -> bool:
     """Whether a process of the group does. In a container, nobody may ask for the ends of those that do not."""
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):  # it is gone by now
-            if name.isdigit() and os.getpgid(int(name)) == group and state_of(int(name)) not in ("Z", "X"):
+            if name.isdigit() and os.getpgid(int(name)) == group and _lives(int(name)):
                 return True
     return False
+
+
+def _lives(pid: int) -> bool:
+    """Whether any thread of it does: others may end after the main one, and hold its memory and ports until then."""
+    return state_of(pid) not in ("Z", "X") or len(os.listdir(f"/proc/{pid}/task")) > 1
 
 
 def state_of(pid: int) -> str:

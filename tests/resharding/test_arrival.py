@@ -93,7 +93,9 @@ def arriving(memory: Tensor, checksums: list[str], timer: Timer) -> list[Part]:
     news: dict[str, Any] = {"nbytes": WORDS.nbytes, "checksums": checksums, "delta": None}
     found = []
     try:
-        for part, whole in proved("engine 0 rank 1", "trainer rank 3", WORDS, news, memory, NO_REBUILD, timer):
+        for part, whole in proved(
+            WORDS, news, memory, me="engine 0 rank 1", giver="trainer rank 3", rebuild=NO_REBUILD, timer=timer
+        ):
             assert whole is memory
             found.append(part)
     except SyncError as error:

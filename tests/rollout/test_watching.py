@@ -10,7 +10,8 @@ import time
 import psutil
 import pytest
 
-from megatron_rl.rollout.watching import FIRST_S, first_gone, open_processes
+from megatron_rl.rollout import watching
+from megatron_rl.rollout.watching import first_gone, open_processes
 
 MAIN_THREAD_GONE = """
 import ctypes, threading, time
@@ -25,7 +26,9 @@ ctypes.CDLL(None).pthread_exit(None)
     [("whole", []), ("main thread", []), ("child", ["sglang::scheduler"])],
     ids=str,
 )
-def test_a_child_that_is_gone_before_the_server_has_ended_may_have_followed_it(ends: str, gone: list[str]) -> None:
+def test_a_child_that_is_gone_before_the_server_has_ended_may_have_followed_it(
+    ends: str, gone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Children of a killed server go with its main thread, while others still end: for seconds on a busy machine."""
     ended = threading.Event()
     program = MAIN_THREAD_GONE if ends == "main thread" else "print('ready', flush=True); input()"
@@ -41,7 +44,8 @@ def test_a_child_that_is_gone_before_the_server_has_ended_may_have_followed_it(e
             time.sleep(0.01)
         processes[1].kill()
         if ends == "whole":
-            threading.Timer(FIRST_S / 4, ended.set).start()
+            monkeypatch.setattr(watching, "FIRST_S", 60.0)
+            threading.Timer(0.25, ended.set).start()
 
         names = dict(zip(descriptors, ["", "sglang::scheduler", "sglang::detokenizer"], strict=True))
         assert first_gone(names, ended, server.pid) == gone

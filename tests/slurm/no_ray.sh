@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # An interpreter for MRL_PYTHON in place of launch/job_steps.py and the program: the job script is left, without Ray.
-# RUN is the run directory. The program takes PROGRAM_S and ends with CODE; SIGUSR1 stops it. The plan takes PLAN_S.
+# RUN is the run directory. The program takes PROGRAM_S and ends with CODE; SIGUSR1 stops it. The plan takes PLAN_S. A
+# node ends with START_CODE where that is set.
 rest() { sleep "$1" & wait $!; }
 case $2 in
   megatron_rl.main)
@@ -19,11 +20,12 @@ case $2 in
     for node in "${@:5}"; do
       until grep -qs GPUs "$RUN/log/job-$SLURM_JOB_ID"-*/"ray-$node.log"; do sleep 0.1; done
     done
-    echo "a site's greeting"
+    echo "greets job 12"
     ;;
   start)
     trap '' USR1
     trap 'echo "asked to end"; exit' TERM
+    [[ -z ${START_CODE:-} ]] || exit "$START_CODE"
     echo "has $SLURM_CPUS_ON_NODE CPUs, ${SLURM_GPUS_ON_NODE:-0} GPUs"
     rest 1000
     ;;

@@ -27,6 +27,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is a step of a job on two nodes."""
     for name, value in OF_A_STEP.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job_steps, "own_address", lambda **_: ("127.0.0.1", "lo"))  # a machine may have no other
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # a step ignores SIGUSR1, and pytest does not
 
 

@@ -82,6 +82,33 @@ def test_what_a_site_prints_before_each_step_is_no_node(submit: Callable[..., Jo
     assert "137: it was killed, by somebody or for want of memory. The same command resumes." in job.output()
 
 
+def test_a_script_of_the_users_may_name_ours_from_where_it_is(submit: Callable[..., Job]) -> None:
+    job = submit("--nodes=1", text=f"cd {shlex.quote(str(SCRIPT.parents[1]))} && exec launch/slurm_grpo.sh")
+
+    assert job.end() == "COMPLETED 0:0", job.output()
+
+
+def test_a_node_that_refuses_is_not_asked_again(submit: Callable[..., Job]) -> None:
+    job = submit("--nodes=1", START_CODE=2, MRL_REQUEUES=3)
+
+    assert job.end() == "FAILED 2:0", job.output()
+    assert "did not start. The end of " in job.output()
+    assert job.fields()["Restarts"] == "0"
+
+
+def test_a_job_that_is_preempted_before_its_program_starts_is_requeued(
+    slurm: Slurm, submit: Callable[..., Job]
+) -> None:
+    """Its end is near then, which its time limit is not."""
+    job = submit("--nodes=1", "--nodelist=node1", "--time=60", PLAN_S=6)
+    job.wait_for(lambda: any(" plan 1" in title for title in slurm.machines.titles("node1")), what="it is planned")
+
+    slurm.run("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+
+    job.wait_for(lambda: job.fields()["Restarts"] == "1", what="it is requeued")
+    assert "stopped before the program started; requeued" in job.output()
+
+
 def test_a_copy_of_the_script_says_that_it_is_none_of_a_clone(submit: Callable[..., Job]) -> None:
     job = submit("--nodes=1", "--nodelist=node1", text=SCRIPT.read_text())
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import megatron_rl.trainer.worker  # noqa: F401 # imported before forking: once, not once a rank
-from megatron_rl.convert.workers import follow
+from megatron_rl.convert.workers import begin_fork
 
 
 def run_ranks(
@@ -60,7 +60,7 @@ def _fork(function: Callable[..., Any], rank: int, args: Sequence[Any], timeout_
     if pid:
         os.close(write)
         return pid, read
-    follow(owner)
+    begin_fork(owner)
     faulthandler.dump_traceback_later(0.9 * timeout_s, file=sys.__stderr__)  # where it waits
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as in a run: each group would ask the DNS where this machine is
     try:

@@ -45,5 +45,7 @@ def attach_cuda(path: str) -> torch.Tensor:
     try:
         tensor: torch.Tensor = reductions.rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise SyncError(f"The memory of another process on GPU {uuid} cannot be opened: {error}") from error
+        raise SyncError(
+            f"The memory of another process on GPU {uuid} cannot be opened: {error}. Resume with the same command."
+        ) from error
     return tensor

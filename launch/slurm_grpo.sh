@@ -6,7 +6,7 @@
 # all. Every step is watched until the program ends, whose exit code is the job's. Variables of the environment:
 #   MRL_PYTHON              interpreter (the clone's .venv/bin/python; in a container python3)
 #   MRL_PYXIS, MRL_APPTAINER  image in which pyxis (srun --container-image) or apptainer runs all steps
-#   MRL_MOUNTS              directories a container sees besides the clone and TMPDIR: PATH,PATH:PATH,...
+#   MRL_MOUNTS              directories a container sees besides the clone, TMPDIR and /tmp: PATH,PATH:PATH,...
 #   MRL_INTERFACE           network interface, where the one that leads to other machines is not right
 #   MRL_ROLLOUT_CONSTRAINT  node feature: nodes that have it hold the engines, the others the trainer. In a job of two
 #                           components (sbatch A : B) the first holds the trainer and the second the engines.

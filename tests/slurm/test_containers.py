@@ -44,13 +44,13 @@ def run(submit: Callable[..., Job], tmp_path: Path, tool: str, **variables: str)
 def test_apptainer_sees_clone_temporary_directory_and_mounts(submit: Callable[..., Job], tmp_path: Path) -> None:
     noted, local = run(submit, tmp_path, "apptainer", MRL_APPTAINER="/images/a b.sif")
 
-    mounts = f"{ROOT}:{ROOT},{local}:{local},{tmp_path}/models:{tmp_path}/models,{tmp_path}:/data:ro"
+    mounts = f"{ROOT}:{ROOT},{local}:{local},/tmp:/tmp,{tmp_path}/models:{tmp_path}/models,{tmp_path}:/data:ro"
     assert noted == [{"image": "/images/a b.sif", "--nv": True, "--bind": mounts, "--pwd": str(ROOT)}] * STEPS
 
 
 def test_pyxis_sees_clone_temporary_directory_and_mounts(submit: Callable[..., Job], tmp_path: Path) -> None:
     noted, local = run(submit, tmp_path, "srun", MRL_PYXIS="/images/a b.sqsh")
 
-    mounts = f"{ROOT}:{ROOT},{local}:{local},{tmp_path}/models:{tmp_path}/models,{tmp_path}:/data:ro"
+    mounts = f"{ROOT}:{ROOT},{local}:{local},/tmp:/tmp,{tmp_path}/models:{tmp_path}/models,{tmp_path}:/data:ro"
     wanted = {"--container-image": "/images/a b.sqsh", "--container-mounts": mounts, "--container-workdir": str(ROOT)}
     assert noted == [wanted] * STEPS

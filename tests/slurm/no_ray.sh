@@ -2,7 +2,8 @@
 # An interpreter for MRL_PYTHON in place of launch/job_steps.py and the program: the job script is left, without Ray.
 # RUN is the run directory. The program takes PROGRAM_S and ends with CODE; SIGUSR1 stops it. The plan takes PLAN_S. A
 # node ends with START_CODE where that is set.
-rest() { sleep "$1" & wait $!; }
+# Without a child: Slurm signals every process of a step, and one that had just been made would be left.
+rest() { read -rt "$1" <> <(:); }
 case $2 in
   megatron_rl.main)
     trap 'exit 85' USR1

@@ -54,13 +54,18 @@ def end_group(group: int) -> None:
 
     Python's resource tracker is the last to go: it frees shared memory that killed processes have left.
     """
-    for number in (0, signal.SIGKILL):
+    if _outlasts_grace(group):
         with contextlib.suppress(ProcessLookupError):
-            if number and _runs(group):
-                os.killpg(group, number)
-        deadline = time.monotonic() + GRACE_S
-        while _runs(group) and time.monotonic() < deadline:
-            time.sleep(0.05)
+            os.killpg(group, signal.SIGKILL)
+        _outlasts_grace(group)
+
+
+def _outlasts_grace(group: int) -> bool:
+    """Whether a process of the group still runs when GRACE_S have passed."""
+    deadline = time.monotonic() + GRACE_S
+    while (runs := _runs(group)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return runs
 
 
 def _runs(group: int) -> bool:
@@ -73,13 +78,18 @@ def _runs(group: int) -> bool:
 
 
 def _lives(pid: int) -> bool:
-    """Whether any thread of it does: others may end after the main one, and hold its memory and ports until then."""
-    return state_of(pid) not in ("Z", "X") or len(os.listdir(f"/proc/{pid}/task")) > 1
+    """Whether any thread of it does: others may end after the main one, and hold its memory and ports until then.
+
+    Raises: OSError when the process is gone.
+    """
+    return not main_thread_is_gone(pid) or len(os.listdir(f"/proc/{pid}/task")) > 1
 
 
-def state_of(pid: int) -> str:
-    """Of its main thread: Z or X when that has ended. Raises: OSError when the process is gone."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+def main_thread_is_gone(pid: int) -> bool:
+    """Whether the main thread of a process has ended; others of it may live."""
+    with contextlib.suppress(OSError):  # so has all of it
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    return True
 
 
 if __name__ == "__main__":

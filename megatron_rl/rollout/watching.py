@@ -7,7 +7,7 @@ import threading
 
 import psutil
 
-from megatron_rl.rollout.launch import state_of
+from megatron_rl.rollout.launch import main_thread_is_gone
 
 FIRST_S = 1.0
 """From the end of one of its processes to the server's own when that is the cause; SGLang takes 5 s to follow one."""
@@ -40,10 +40,4 @@ def first_gone(names: dict[int, str], ended: threading.Event, server: int) -> li
     # The kernel tells at once, and so which was first: the others follow within milliseconds.
     gone = [names[descriptor] for descriptor, _ in poll.poll() if names[descriptor]]
     # But its children follow the server's main thread, and its others may still end: for seconds on a busy machine.
-    return [] if ended.wait(FIRST_S) or _main_thread_is_gone(server) else gone
-
-
-def _main_thread_is_gone(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return state_of(pid) in ("Z", "X")
-    return True
+    return [] if ended.wait(FIRST_S) or main_thread_is_gone(server) else gone
